@@ -1,0 +1,293 @@
+"""The state machine of a round. Pure: the time is passed in, in seconds of any monotonic clock.
+
+    waiting --min_workers ready--> open: shares handed out
+    open --every assignment settled, at least min_workers answered--> averaging
+    open --deadline, at least min_workers answered--> averaging (the rest are late)
+    averaging --finish--> the next round waits, or the run has ended
+
+`decide` returns the phase and its reason in words; the reason is what logs, `gradwire status` and the page show.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from gradwire_aggregator.plan import Plan, Range
+
+Speeds: TypeAlias = Mapping[str, float | None]
+
+
+class Phase(enum.Enum):
+    """Where a round stands."""
+
+    WAITING = "waiting"
+    OPEN = "open"
+    AVERAGING = "averaging"
+    ENDED = "ended"
+
+
+class Outcome(enum.Enum):
+    """What became of an assignment. All but PENDING are settled; REVOKED alone is not an answer."""
+
+    PENDING = "pending"
+    COMMITTED = "committed"
+    REJECTED = "rejected"
+    ABSTAINED = "abstained"
+    REVOKED = "revoked"
+
+
+ANSWERS: Final = frozenset({Outcome.COMMITTED, Outcome.REJECTED, Outcome.ABSTAINED})
+
+
+class Verdict(enum.Enum):
+    """What a worker is told about its contribution."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+    LATE = "late"
+    REJECTED = "rejected"
+
+
+@dataclass
+class Assignment:
+    """One worker's share of one round."""
+
+    id: int
+    worker: str
+    ranges: tuple[Range, ...]
+    outcome: Outcome = Outcome.PENDING
+    crc32: int = 0
+    reason: str = ""
+
+    @property
+    def samples(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When a round opens and closes. Times in seconds; see RoundConfig and BatchConfig."""
+
+    rounds: int
+    global_batch: int
+    min_workers: int
+    deadline_s: float
+    gather_s: float
+    by_speed: bool = True
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The phase, why, and when time alone may change it."""
+
+    phase: Phase
+    reason: str
+    wake_s: float | None = None
+
+
+@dataclass
+class Rounds:
+    """All rounds of a run, of which one is current."""
+
+    policy: Policy
+    plan: Plan
+    number: int = 0
+    phase: Phase = Phase.WAITING
+    ready: set[str] = field(default_factory=set)
+    assignments: dict[int, Assignment] = field(default_factory=dict)
+    opened_s: float = 0.0
+    closed_s: float = 0.0
+    _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    _regulars: set[str] = field(default_factory=set)
+    _enough_since_s: float | None = None
+    _quorum: int = 0
+    _returned: int = 0
+
+    # What happens.
+
+    def is_ready(self, worker: str) -> None:
+        """A worker has the weights of the current round and asks for work."""
+        self.ready.add(worker)
+
+    def is_gone(self, worker: str, reason: str) -> None:
+        """A worker's session ended: what it has not committed is revoked."""
+        self.ready.discard(worker)
+        self._regulars.discard(worker)
+        for assignment in self.assignments.values():
+            if assignment.worker == worker and assignment.outcome is Outcome.PENDING:
+                self._settle(assignment, Outcome.REVOKED, reason)
+
+    def commit(self, worker: str, round_: int, assignment_id: int, crc32: int) -> tuple[Verdict, str]:
+        """A contribution arrived whole."""
+        verdict, reason = self.standing(worker, round_, assignment_id, crc32)
+        if verdict is Verdict.ACCEPTED:
+            assignment = self.assignments[assignment_id]
+            assignment.crc32 = crc32
+            self._settle(assignment, Outcome.COMMITTED, "")
+        return verdict, reason
+
+    def refuse(self, worker: str, round_: int, assignment_id: int, outcome: Outcome, reason: str) -> None:
+        """A contribution was rejected for its content, or its worker abstained."""
+        if self.standing(worker, round_, assignment_id)[0] is Verdict.ACCEPTED:
+            self._settle(self.assignments[assignment_id], outcome, reason)
+
+    def standing(self, worker: str, round_: int, assignment_id: int, crc32: int | None = None) -> tuple[Verdict, str]:
+        """What a contribution would be told if it were committed now."""
+        if round_ != self.number:
+            return Verdict.LATE, f"round {round_} is over; the current one is {self.number}"
+        assignment = self.assignments.get(assignment_id)
+        if assignment is None or assignment.worker != worker:
+            return Verdict.LATE, f"assignment {assignment_id} of round {round_} is not {worker}'s"
+        if assignment.outcome is Outcome.COMMITTED:
+            if crc32 is None or crc32 == assignment.crc32:
+                return Verdict.DUPLICATE, "it was accepted before"
+            return Verdict.REJECTED, "another content was accepted for this assignment before"
+        if assignment.outcome is not Outcome.PENDING:
+            return Verdict.LATE, f"assignment {assignment_id} was {assignment.outcome.value}: {assignment.reason}"
+        if self.phase is not Phase.OPEN:
+            return Verdict.LATE, f"round {round_} has closed"
+        return Verdict.ACCEPTED, ""
+
+    def pending(self, worker: str) -> Assignment | None:
+        """What a worker has to train in the current round."""
+        mine = (a for a in self.assignments.values() if a.worker == worker and a.outcome is Outcome.PENDING)
+        return next(mine, None)
+
+    def answered(self, worker: str) -> bool:
+        """Whether a worker has answered in the current round, and so has nothing to do but to collect it."""
+        return worker not in self.ready and any(
+            a.worker == worker and a.outcome in ANSWERS for a in self.assignments.values()
+        )
+
+    # What follows from it.
+
+    def decide(self, now: float, speeds: Speeds) -> Decision:
+        """Makes the transitions that are due. `speeds`: the present workers, in samples per second where known."""
+        if self.phase is Phase.WAITING:
+            self.ready &= speeds.keys()
+            enough = len(self.ready) >= self.policy.min_workers
+            if not enough:
+                self._enough_since_s = None
+            elif self._enough_since_s is None:
+                self._enough_since_s = now
+            if enough and (not self._missing(speeds) or now >= self._gathered_s()):
+                self._open(now, speeds)
+        if self.phase is Phase.OPEN:
+            self._hand_out_returned(speeds)
+            if self._answers() >= self._quorum and (now >= self._deadline_s() or not self._open_ones()):
+                self._close(now)
+        return self.explain(now, speeds)
+
+    def explain(self, now: float, speeds: Speeds) -> Decision:
+        """Where the round stands and why, changing nothing."""
+        match self.phase:
+            case Phase.WAITING:
+                return self._explain_waiting(now, speeds)
+            case Phase.OPEN:
+                return self._explain_open(now)
+            case Phase.AVERAGING:
+                return Decision(self.phase, f"averaging {_count(len(self.contributions), 'contribution')}")
+            case Phase.ENDED:
+                return Decision(self.phase, f"all {self.policy.rounds} rounds are done")
+
+    @property
+    def contributions(self) -> list[Assignment]:
+        """What counts in the current round, by worker."""
+        committed = [a for a in self.assignments.values() if a.outcome is Outcome.COMMITTED]
+        return sorted(committed, key=lambda a: (a.worker, a.id))
+
+    def finish(self, *, counted: bool = True) -> int:
+        """The aggregate is there: its samples count, and the next round waits.
+
+        counted: False if nothing usable came of it; then the round is void. Returns the samples that counted.
+        """
+        samples = 0
+        for assignment in self.contributions:
+            if counted:
+                samples += self.plan.count(assignment.id)
+            else:
+                self.plan.give_back(assignment.id, "the average was not finite")
+        self.number += 1
+        self.phase = Phase.ENDED if self.number >= self.policy.rounds else Phase.WAITING
+        self.assignments = {}
+        self.ready = set()
+        self._enough_since_s = None
+        return samples
+
+    def _missing(self, speeds: Speeds) -> list[str]:
+        """Who was in the last round and is not ready yet."""
+        return sorted((self._regulars & speeds.keys()) - self.ready)
+
+    def _gathered_s(self) -> float:
+        since = self._enough_since_s
+        return math.inf if since is None else since + self.policy.gather_s
+
+    def _explain_waiting(self, now: float, speeds: Speeds) -> Decision:
+        needed, missing = self.policy.min_workers, self._missing(speeds)
+        if len(self.ready) < needed or self._enough_since_s is None or not missing:
+            return Decision(self.phase, f"waiting: {len(self.ready)} of {_count(needed, 'worker')} ready")
+        until = self._gathered_s()
+        who = ", ".join(missing[:3]) + (" and others" if len(missing) > 3 else "")
+        return Decision(self.phase, f"waiting up to {max(0.0, until - now):.1f} s more for {who}", until)
+
+    def _open(self, now: float, speeds: Speeds) -> None:
+        self.phase, self.opened_s, self._returned = Phase.OPEN, now, 0
+        self._regulars = set(self.ready)
+        chosen = {name: speeds[name] if self.policy.by_speed else None for name in self.ready}
+        self._hand_out(self.plan.split(self.policy.global_batch, chosen), fresh=True)
+        self._quorum = min(self.policy.min_workers, len(self.assignments))
+
+    def _hand_out(self, shares: Mapping[str, int], *, fresh: bool) -> None:
+        for worker, samples in sorted(shares.items()):
+            if not samples:
+                continue
+            number = next(self._ids)
+            ranges = self.plan.take(number, samples, fresh=fresh)
+            if ranges:
+                self.assignments[number] = Assignment(number, worker, ranges)
+                self.ready.discard(worker)
+
+    def _answers(self) -> int:
+        return len({a.worker for a in self.assignments.values() if a.outcome in ANSWERS})
+
+    def _open_ones(self) -> list[Assignment]:
+        return [a for a in self.assignments.values() if a.outcome is Outcome.PENDING]
+
+    def _deadline_s(self) -> float:
+        return self.opened_s + self.policy.deadline_s
+
+    def _explain_open(self, now: float) -> Decision:
+        asked, deadline = len({a.worker for a in self.assignments.values()}), self._deadline_s()
+        progress = f"open: {self._answers()} of {_count(asked, 'worker')} answered"
+        if now < deadline:
+            return Decision(self.phase, f"{progress}, {deadline - now:.1f} s to the deadline", deadline)
+        return Decision(
+            self.phase, f"{progress}, {self._quorum} needed; the deadline passed {now - deadline:.0f} s ago"
+        )
+
+    def _hand_out_returned(self, speeds: Speeds) -> None:
+        waiting = {name: speeds[name] for name in self.ready if name in speeds}
+        if self._returned and waiting:
+            shares = self.plan.split(self._returned, waiting)
+            self._returned = 0
+            self._regulars |= waiting.keys()
+            self._hand_out(shares, fresh=False)
+
+    def _close(self, now: float) -> None:
+        for assignment in self._open_ones():
+            self._settle(assignment, Outcome.REVOKED, f"late: nothing came within {self.policy.deadline_s:g} s")
+        self.phase, self.closed_s = Phase.AVERAGING, now
+
+    def _settle(self, assignment: Assignment, outcome: Outcome, reason: str) -> None:
+        assignment.outcome, assignment.reason = outcome, reason
+        if outcome is not Outcome.COMMITTED:
+            self._returned += self.plan.give_back(assignment.id, f"{assignment.worker}: {reason or outcome.value}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,440 @@
+"""The live run: the clock, the wake-ups and the averaging around the pure state machines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from gradwire import codec
+from gradwire.codec import Encoded
+from gradwire.config import RunConfig
+from gradwire.corpus import Corpus
+from gradwire.errors import GradwireError, ManifestMismatch, ProtocolError, RunEnded
+from gradwire.manifest import Entry, Manifest
+from gradwire.v1 import aggregation_pb2 as pb
+from gradwire.wire.messages import Tally, absent_positions, write_parts
+from gradwire_aggregator.metrics import Metrics
+from gradwire_aggregator.plan import Plan
+from gradwire_aggregator.record import Record, RoundRecord
+from gradwire_aggregator.roster import Member, Roster
+from gradwire_aggregator.rounds import Assignment, Decision, Outcome, Phase, Policy, Rounds, Verdict
+from gradwire_aggregator.store import Snapshot, Store
+
+log = logging.getLogger("gradwire.aggregator")
+
+T = TypeVar("T")
+
+# Averaging and unpacking release the interpreter lock most of the time; more threads than this gain nothing.
+THREADS: Final = 4
+# A snapshot holds weights, buffers and optimizer state: a small multiple of the float32 weights.
+SNAPSHOT_FACTOR: Final = 8
+SNAPSHOT_SLACK_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True)
+class Received:
+    """A contribution that arrived whole and right."""
+
+    tensors: Sequence[Encoded | None]
+    crc32: int
+    samples: int
+    wire_bytes: int
+    train_seconds: float
+    loss: float | None
+    held_out_loss: float | None
+    learning_rates: tuple[float, ...]
+
+
+class Run:
+    """Everything an aggregator knows, and what it does about it. Lives on one event loop."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus | None, store: Store, metrics: Metrics) -> None:
+        self.config = config
+        self.corpus = corpus
+        self.store = store
+        self.metrics = metrics
+        self.id = secrets.token_bytes(16)
+        self.record = Record()
+        self.roster = Roster(config.round.lease_s)
+        self.rounds = Rounds(
+            Policy(
+                rounds=config.rounds,
+                global_batch=config.batch.global_batch,
+                min_workers=config.round.min_workers,
+                deadline_s=config.round.deadline_s,
+                gather_s=config.round.gather_s,
+                by_speed=config.batch.shares == "throughput",
+            ),
+            Plan(inner_batch=config.batch.inner_batch, attempts=config.round.share_attempts),
+        )
+        self.manifest: Manifest | None = None
+        self.data_sha256 = bytes.fromhex(corpus.fingerprint) if corpus is not None else b""
+        self.ended = asyncio.Event()
+        self._received: dict[int, Received] = {}
+        self._changed = asyncio.Event()
+        self._poked = asyncio.Event()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="average")
+        self._publisher = ""  # who was asked for a snapshot
+        self._asked_round = -1
+        self._evaluating = -1  # the round for which somebody was asked to measure
+        self._phase_since = time.monotonic()
+
+    # Time.
+
+    async def drive(self) -> None:
+        """Makes every transition when it is due, until cancelled."""
+        while True:
+            self._poked.clear()
+            now = time.monotonic()
+            for member in self.roster.expire(now):
+                self._gone(member, f"not heard of for {self.config.round.lease_s:g} s")
+            before = self.rounds.phase
+            decision = self.rounds.decide(now, self._speeds())
+            self._note_phase(before, decision)
+            if decision.phase is Phase.AVERAGING:
+                await self._average()
+                continue
+            waits = [t for t in (decision.wake_s, self.roster.next_expiry()) if t is not None]
+            timeout = max(0.0, min(waits) - time.monotonic()) + 0.001 if waits else None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._poked.wait(), timeout)
+
+    def poke(self) -> None:
+        """Something happened that may bring a transition."""
+        self._poked.set()
+        self.announce()
+
+    def announce(self) -> None:
+        """Something happened that those who wait may want to see."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def changed(self, timeout_s: float) -> None:
+        """Waits for the next announcement, or the time."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+    async def in_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        """Runs a function in one of the averaging threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    async def wait_until_over(self) -> None:
+        """Waits until all rounds are done and every worker has left, or its lease has ended."""
+        await self.ended.wait()
+        while self.roster.present:
+            await self.changed(self.config.round.lease_s)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def reason(self) -> str:
+        """Why the run stands where it does, in words, as of now."""
+        if self.manifest is None:
+            return "waiting for the first worker"
+        if self.store.snapshot is None:
+            return f"waiting for {self._publisher} to publish its first weights"
+        return self.rounds.explain(time.monotonic(), self._speeds()).reason
+
+    def _speeds(self) -> dict[str, float | None]:
+        return {name: member.samples_per_second for name, member in self.roster.present.items()}
+
+    # Who is in.
+
+    def join(self, name: str, *, incarnation: bytes, device: str, manifest: Manifest, data: bytes) -> Member:
+        """Enters a worker. Raises ManifestMismatch unless it trains what the run trains, RunEnded after the end."""
+        if self.rounds.phase is Phase.ENDED:
+            raise RunEnded(f"run {self.config.name!r} is over: all {self.config.rounds} rounds are done")
+        if self.manifest is not None:
+            manifest.require_same(self.manifest)
+        if self.data_sha256 and data and data != self.data_sha256:
+            raise ManifestMismatch(
+                f"data: SHA-256 {data.hex()[:16]}... here, {self.data_sha256.hex()[:16]}... in the run; all workers "
+                "have to train on the same data"
+            )
+        if self.manifest is None:
+            self.manifest = manifest
+        self.data_sha256 = self.data_sha256 or data
+        member, replaced = self.roster.join(
+            name, incarnation=incarnation, session=secrets.token_bytes(16), device=device, now=time.monotonic()
+        )
+        self.rounds.is_gone(name, "its worker was started anew" if replaced else "its worker joined anew")
+        self._event(f"{name} joined on {device}" + (", in place of an older process" if replaced else ""))
+        self._count_workers()
+        self.poke()
+        return member
+
+    def hear(self, session: bytes) -> Member:
+        """The member of a session, its lease renewed. Raises SessionExpired, Superseded."""
+        return self.roster.hear(session, time.monotonic())
+
+    def leave(self, member: Member, reason: str) -> None:
+        """A worker says goodbye."""
+        self.roster.leave(member)
+        self._gone(member, f"left: {reason}")
+
+    def _gone(self, member: Member, reason: str) -> None:
+        self.rounds.is_gone(member.name, reason)
+        member.activity = reason
+        self._event(f"{member.name}: {reason}")
+        self._count_workers()
+        self.poke()
+
+    def _count_workers(self) -> None:
+        self.metrics.set_workers(member.device for member in self.roster.present.values())
+
+    # Snapshots.
+
+    def must_publish(self, member: Member) -> bool:
+        """Whether this worker is the one whose first weights become the run's."""
+        if self.store.snapshot is not None:
+            return False
+        asked = self.roster.members.get(self._publisher)
+        if asked is None or not asked.present or asked.name == member.name:
+            self._publisher = member.name
+        return self._publisher == member.name
+
+    def wants_snapshot(self, member: Member) -> bool:
+        """Whether this worker, with the weights of the current round, is to publish them. Asks one worker at a time."""
+        newest, number = self.store.snapshot, self.rounds.number
+        if newest is None or number - newest.round < self.config.round.snapshot_every:
+            return False
+        asked = self.roster.members.get(self._publisher)
+        waiting = asked is not None and asked.present and self._asked_round > newest.round
+        if waiting and number - self._asked_round < self.config.round.snapshot_every:
+            return False
+        self._publisher, self._asked_round = member.name, number
+        return True
+
+    def check_snapshot(self, member: Member, round_: int, size: int) -> None:
+        """Raises ProtocolError unless this worker may publish such a snapshot now."""
+        if member.name != self._publisher:
+            raise ProtocolError(f"{member.name} was not asked for a snapshot")
+        oldest = self.store.oldest_round
+        first = oldest if oldest is not None else self.rounds.number
+        if not first <= round_ <= self.rounds.number:
+            raise ProtocolError(f"a snapshot of round {round_} is of no use: the rounds kept start at {first}")
+        elements = sum(entry.elements for entry in self.manifest or ())
+        if size > SNAPSHOT_FACTOR * 4 * elements + SNAPSHOT_SLACK_BYTES:
+            raise ProtocolError(f"a snapshot of {size} bytes is too large for {elements} elements")
+
+    def took_snapshot(self, member: Member, snapshot: Snapshot) -> None:
+        """A snapshot arrived."""
+        newest = self.store.snapshot
+        if newest is None or snapshot.round > newest.round:
+            self.store.put_snapshot(snapshot)
+            self._event(f"{member.name} published the weights of round {snapshot.round}")
+            self.announce()
+
+    # One round.
+
+    def assignment_for(self, member: Member, round_: int) -> Assignment | None:
+        """What a worker that is ready for a round has to train; None where it has to wait, or to collect."""
+        if round_ > self.rounds.number:
+            raise ProtocolError(f"round {round_} is asked for, the current one is {self.rounds.number}")
+        if round_ < self.rounds.number or self.rounds.answered(member.name):
+            return None
+        assignment = self.rounds.pending(member.name)
+        if assignment is None and member.name not in self.rounds.ready:
+            self.rounds.is_ready(member.name)
+            self.poke()
+        return assignment
+
+    def not_ready(self, session: bytes) -> None:
+        """A worker that waited for work hung up; its lease goes on."""
+        for member in self.roster.present.values():
+            if member.session == session:
+                self.rounds.ready.discard(member.name)
+
+    def wants_evaluation(self, round_: int) -> bool:
+        """Whether the worker that asks is to measure the held-out loss of these weights. Asks one worker a round."""
+        training = self.config.training
+        if training is None or self._evaluating >= round_:
+            return False
+        if round_ % training.evaluate_every and round_ < self.config.rounds:
+            return False
+        self._evaluating = round_
+        return True
+
+    def receive(self, member: Member, assignment: int, round_: int, received: Received) -> tuple[Verdict, str]:
+        """A contribution arrived whole."""
+        verdict, reason = self.rounds.commit(member.name, round_, assignment, received.crc32)
+        self.metrics.contributions.labels(verdict.value).inc()
+        if verdict is Verdict.ACCEPTED:
+            self._received[assignment] = received
+            worker = self.record.workers[member.name]
+            worker.accepted += 1
+            worker.loss = received.loss
+            worker.samples += received.samples
+            self.roster.measured(member.name, samples=received.samples, seconds=received.train_seconds)
+            self.poke()
+        elif verdict is not Verdict.DUPLICATE:
+            self._refused(member.name, f"{verdict.value}: {reason}")
+        return verdict, reason
+
+    def refuse(self, member: Member, assignment: int, round_: int, outcome: Outcome, reason: str) -> None:
+        """A contribution was rejected for its content, or its worker abstained."""
+        self.rounds.refuse(member.name, round_, assignment, outcome, reason)
+        self.metrics.contributions.labels(outcome.value).inc()
+        self._refused(member.name, f"round {round_}: {outcome.value}: {reason}")
+        self.poke()
+
+    def late(self, member: Member, reason: str) -> None:
+        """A contribution came when its round or assignment was over."""
+        self.metrics.contributions.labels("late").inc()
+        self._refused(member.name, f"late: {reason}")
+
+    def uploaded(self, member: Member, size: int) -> None:
+        """Payload bytes came from a worker."""
+        self.record.workers[member.name].upload_bytes += size
+        self.record.upload_bytes += size
+        self.metrics.bytes.labels("upload").inc(size)
+
+    def downloaded(self, member: Member, size: int) -> None:
+        """Payload bytes went to a worker."""
+        self.record.workers[member.name].download_bytes += size
+        self.metrics.bytes.labels("download").inc(size)
+
+    def _refused(self, worker: str, reason: str) -> None:
+        self.record.refused(worker, reason)
+        self._event(f"{worker}: {reason}")
+
+    async def _average(self) -> None:
+        number = self.rounds.number
+        chosen = self.rounds.contributions
+        received = [self._received[each.id] for each in chosen]
+        for lost in self.rounds.assignments.values():
+            if lost.outcome is Outcome.REVOKED:
+                self.metrics.contributions.labels("revoked").inc()
+                self._refused(lost.worker, f"round {number}: {lost.reason}")
+        counted = True
+        try:
+            tensors = await self._mean(received)
+        except GradwireError as error:
+            counted, chosen, received = False, [], []
+            tensors = [None] * len(self.manifest or ())
+            self._event(f"round {number} is void: {error}")
+        header = self._header(number, chosen, received, tensors)
+        messages, size = await self.in_thread(self._serialize, header, tensors)
+        await asyncio.to_thread(self.store.put_aggregate, number, messages)
+        skipped = sum(piece.stop - piece.start for piece in self.rounds.plan.skipped)
+        samples = self.rounds.finish(counted=counted)
+        self._received = {}
+        self._finished(header, received, samples, size)
+        self.metrics.samples.labels("counted").inc(samples)
+        still = sum(piece.stop - piece.start for piece in self.rounds.plan.skipped)
+        self.metrics.samples.labels("skipped").inc(max(0, still - skipped))
+        self.announce()
+        if self.rounds.phase is Phase.ENDED:
+            self._event(f"all {self.config.rounds} rounds are done")
+            self.ended.set()
+
+    async def _mean(self, received: Sequence[Received]) -> list[Encoded | None]:
+        weights = [float(each.samples) for each in received]
+        entries = list(enumerate(self.manifest or ()))
+        if not received:
+            return [None] * len(entries)
+        jobs = [
+            self.in_thread(_mean_of, entry, [each.tensors[number] for each in received], weights)
+            for number, entry in entries
+        ]
+        return list(await asyncio.gather(*jobs))
+
+    def _header(
+        self,
+        number: int,
+        chosen: Sequence[Assignment],
+        received: Sequence[Received],
+        tensors: Sequence[Encoded | None],
+    ) -> pb.AggregateHeader:
+        # The learning rates are those of the worker that has been in for longest: one that joined
+        # later may not have caught up with its own schedule.
+        oldest = min(
+            zip(chosen, received, strict=True),
+            key=lambda pair: self.roster.members[pair[0].worker].joined_s,
+            default=None,
+        )
+        losses = [(each.loss, each.samples) for each in received if each.loss is not None]
+        total = sum(samples for _, samples in losses)
+        return pb.AggregateHeader(
+            round=number,
+            contributors=[
+                pb.Contributor(worker=each.worker, assignment=each.id, samples=each.samples) for each in chosen
+            ],
+            loss=sum(loss * samples for loss, samples in losses) / total if total else None,
+            learning_rates=oldest[1].learning_rates if oldest else (),
+            absent=absent_positions(tensors),
+        )
+
+    def _serialize(self, header: pb.AggregateHeader, tensors: Sequence[Encoded | None]) -> tuple[list[bytes], int]:
+        tally = Tally()
+        messages = [pb.CollectResponse(header=header).SerializeToString()]
+        if self.manifest is not None:
+            for part in write_parts(self.manifest, tensors, tally):
+                messages.append(pb.CollectResponse(part=part).SerializeToString())
+        messages.append(pb.CollectResponse(commit=tally.commit()).SerializeToString())
+        return messages, tally.wire_bytes
+
+    def _finished(self, header: pb.AggregateHeader, received: Sequence[Received], samples: int, size: int) -> None:
+        seconds = time.monotonic() - self.rounds.opened_s
+        upload = sum(each.wire_bytes for each in received)
+        measured = [each.held_out_loss for each in received if each.held_out_loss is not None]
+        loss = header.loss if header.HasField("loss") else None
+        record = RoundRecord(
+            round=header.round,
+            seconds=seconds,
+            contributors=len(received),
+            samples=samples,
+            upload_bytes=upload,
+            download_bytes=size,
+            loss=loss,
+            held_out_loss=measured[0] if measured else None,
+        )
+        self.record.rounds.append(record)
+        result = "counted" if received else "void"
+        self.metrics.rounds.labels(result).inc()
+        self.metrics.round.set(self.rounds.number)
+        self.metrics.round_seconds.observe(seconds)
+        self.metrics.phase_seconds.labels("averaging").observe(time.monotonic() - self.rounds.closed_s)
+        if loss is not None:
+            self.metrics.loss.set(loss)
+        if measured:
+            self.metrics.held_out_loss.set(measured[0])
+        if upload and self.manifest is not None:
+            dense = 4 * sum(entry.elements for entry in self.manifest) * len(received)
+            self.metrics.compression.set(dense / upload)
+        log.info(
+            "round %d %s: %d contributions, %d samples, loss %s, %.2f s, %d bytes up, %d bytes down each",
+            header.round,
+            result,
+            len(received),
+            samples,
+            f"{loss:.4f}" if loss is not None else "unknown",
+            seconds,
+            upload,
+            size,
+        )
+
+    def _note_phase(self, before: Phase, decision: Decision) -> None:
+        if decision.phase is not before:
+            now = time.monotonic()
+            if before is not Phase.AVERAGING:  # that one is measured where it ends
+                self.metrics.phase_seconds.labels(before.value).observe(now - self._phase_since)
+            self._phase_since = now
+            log.debug("round %d: %s", self.rounds.number, decision.reason)
+            self.announce()
+
+    def _event(self, text: str) -> None:
+        self.record.event(text)
+        log.info(text)
+
+
+def _mean_of(entry: Entry, tensors: list[Encoded | None], weights: list[float]) -> Encoded | None:
+    return codec.average(tensors, weights, scheme=entry.scheme, shape=entry.shape, name=entry.name)

@@ -1,0 +1,81 @@
+"""What one round's exchange consists of, as a worker sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from gradwire.codec import Encoded
+from gradwire.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this worker trains in a round: half-open ranges of sample numbers, in order."""
+
+    round: int
+    assignment: int
+    ranges: tuple[tuple[int, int], ...]
+    deadline_s: float  # from when it was handed out
+    evaluate: bool  # whether to measure the loss on held-out data before training
+
+    @property
+    def samples(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a worker hands in for its share: one tensor per manifest entry, None where there was no gradient."""
+
+    tensors: Sequence[Encoded | None]
+    loss: float | None = None
+    learning_rates: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """The weighted mean of a round's contributions.
+
+    contributors: (worker, assignment, samples) by ascending worker; empty where the round is void.
+    counted: whether this worker's contribution of the round is in it. Nothing else decides what becomes of its residual.
+    """
+
+    round: int
+    contributors: tuple[tuple[str, int, int], ...]
+    counted: bool
+    tensors: Sequence[Encoded | None] = field(repr=False)
+    loss: float | None = None
+    learning_rates: tuple[float, ...] = ()
+
+    @property
+    def void(self) -> bool:
+        """Whether nothing counted: the weights stay as they are."""
+        return not self.contributors
+
+
+class Replica(Protocol):
+    """One worker's copy of what a run trains. The session keeps it in step; a method implements it."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The tensors it exchanges."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it trains."""
+
+    def apply(self, aggregate: Aggregate) -> None:
+        """Turns weights r into weights r + 1. The same code serves rounds that are replayed."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Weights, buffers and the optimizer state that is the same on all workers: copies on the host."""
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes over the state of another replica; this worker's residual starts from zero.
+
+        Raises ManifestMismatch where tensors are missing or have other shapes.
+        """

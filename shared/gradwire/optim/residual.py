@@ -1,0 +1,72 @@
+"""Error feedback: what compression left behind is added to the next update.
+
+Seide et al. 2014 (1-bit SGD), Karimireddy et al. 2019; with decay as in SparseLoCo (Sarfi et al. 2025). Keyed by
+parameter name, so that it survives whatever reorders tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from gradwire.codec import Encoded, decode, encode
+from gradwire.manifest import Manifest, Role
+
+
+class Residual:
+    """The residual of every parameter, on the parameter's device, float32.
+
+    decay: what the old residual is multiplied with before the update is added; 0 turns error feedback off.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self._kept: dict[str, torch.Tensor] = {}
+        self._pending: dict[str, torch.Tensor] = {}
+
+    def compress(self, manifest: Manifest, updates: Mapping[str, torch.Tensor | None]) -> list[Encoded | None]:
+        """Encodes decay * residual + update for every entry; None where an update is missing.
+
+        What is left behind becomes the residual if `settle(counted=True)` follows. Raises NonFiniteGradient, naming the
+        tensor, with the residual as it was. Buffers are encoded as they are: they are values, not updates.
+        """
+        pending: dict[str, torch.Tensor] = {}
+        encoded: list[Encoded | None] = []
+        for entry in manifest:
+            update = updates.get(entry.name)
+            if update is None:
+                encoded.append(None)
+                continue
+            total = update.detach().to(torch.float32)
+            feedback = self.decay > 0 and entry.role is Role.PARAMETER
+            if feedback and entry.name in self._kept:
+                total = self._kept[entry.name] * self.decay + total
+            sent = encode(total, entry.scheme, name=entry.name)
+            if feedback:
+                pending[entry.name] = total - decode(sent, entry.scheme, entry.shape, device=total.device)
+            encoded.append(sent)
+        self._pending = pending
+        return encoded
+
+    def settle(self, *, counted: bool) -> None:
+        """Decides about the last `compress`: the new residual stands if it counted, else the old one does."""
+        if counted:
+            self._kept.update(self._pending)
+        self._pending = {}
+
+    def reset(self) -> None:
+        """Starts from zero."""
+        self._kept, self._pending = {}, {}
+
+    def norm(self) -> float:
+        """L2 norm over all parameters."""
+        return float(sum(float(tensor.square().sum()) for tensor in self._kept.values()) ** 0.5)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The residual by parameter name."""
+        return dict(self._kept)
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes over a saved residual."""
+        self._kept, self._pending = dict(state), {}

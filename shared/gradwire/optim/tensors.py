@@ -1,0 +1,112 @@
+"""The tensors of a model under the names they have on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gradwire.codec import Dense, Scheme
+from gradwire.errors import ConfigError
+from gradwire.manifest import Entry, Manifest, Role
+from gradwire.state import restore
+
+_WRAPPERS = ("module.", "_orig_mod.")
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """Everything of a model that concerns a run, by name, in the model's order.
+
+    trained: parameters that are exchanged: in the optimizer, requiring a gradient, tied ones once.
+    frozen: the other parameters; they travel in snapshots alone.
+    averaged: floating-point buffers, exchanged dense.
+    counted: integer and bool buffers; they travel in snapshots alone.
+    """
+
+    trained: dict[str, nn.Parameter]
+    frozen: dict[str, nn.Parameter]
+    averaged: dict[str, torch.Tensor]
+    counted: dict[str, torch.Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.trained.values())).device
+
+    def manifest(self, method: str, scheme: Scheme) -> Manifest:
+        """What is exchanged: the parameters under `scheme`, the buffers dense in float32."""
+        parameters = (Entry(n, tuple(p.shape), scheme, Role.PARAMETER) for n, p in self.trained.items())
+        buffers = (Entry(n, tuple(b.shape), Dense("fp32"), Role.BUFFER) for n, b in self.averaged.items())
+        return Manifest(method, (*parameters, *buffers))
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """All of them, for a snapshot or a checkpoint."""
+        return {f"{kind}/{name}": tensor.detach() for kind, name, tensor in self._all()}
+
+    def restore(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes over a snapshot. Raises ManifestMismatch where it doesn't fit."""
+        for kind, name, tensor in self._all():
+            restore(tensor, state, f"{kind}/{name}")
+
+    def _all(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        for name, parameter in (*self.trained.items(), *self.frozen.items()):
+            yield "weight", name, parameter
+        for name, buffer in (*self.averaged.items(), *self.counted.items()):
+            yield "buffer", name, buffer
+
+
+def tensors_of(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> ModelTensors:
+    """The tensors of `model` that `optimizer` trains.
+
+    Without a model the names have to come from the optimizer: torch.optim.SGD(model.named_parameters(), ...).
+    Raises ConfigError where names are missing, or nothing is trained.
+    """
+    named = list(model.named_parameters()) if model is not None else _names_from(optimizer)
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained, frozen = {}, {}
+    for name, parameter in named:
+        if id(parameter) in optimized and parameter.requires_grad:
+            trained[strip(name)] = parameter
+        else:
+            frozen[strip(name)] = parameter
+    if not trained:
+        raise ConfigError("the optimizer trains no parameter of the model: nothing would be exchanged")
+    stray = optimized - {id(parameter) for _, parameter in named}
+    if stray:
+        raise ConfigError(f"the optimizer holds {len(stray)} parameters that are not in the model given as model=")
+    averaged: dict[str, torch.Tensor] = {}
+    counted: dict[str, torch.Tensor] = {}
+    for name, buffer in _persistent_buffers(model):
+        (averaged if buffer.is_floating_point() else counted)[strip(name)] = buffer
+    return ModelTensors(trained, frozen, averaged, counted)
+
+
+def strip(name: str) -> str:
+    """The name without what DataParallel, DDP and torch.compile put before it."""
+    while name.startswith(_WRAPPERS):
+        name = name.partition(".")[2]
+    return name
+
+
+def _names_from(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    pairs: list[tuple[str, nn.Parameter]] = []
+    for group in optimizer.param_groups:
+        names: Iterable[str] | None = group.get("param_names")
+        if names is None:
+            raise ConfigError(
+                "the tensors need names that are the same on every worker: pass model=, or make the optimizer from "
+                "model.named_parameters()"
+            )
+        pairs.extend(zip(names, group["params"], strict=True))
+    return pairs
+
+
+def _persistent_buffers(model: nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
+    if model is None:
+        return
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            yield name, buffer

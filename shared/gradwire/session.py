@@ -1,0 +1,588 @@
+"""A worker's side of a run: join, begin, contribute, collect, heartbeat.
+
+Retries live here and nowhere else. Every call is safe to repeat, so whatever fails for a passing reason is simply tried
+again; a lease that ended is renewed by joining again with the weights at hand, and a worker that fell too far behind loads
+the newest snapshot. All methods are for one thread, the one that trains; gRPC runs on the background loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import hashlib
+import logging
+import platform
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+from google.protobuf import json_format
+from grpc import aio
+
+from gradwire import background, device, state
+from gradwire.config import RunConfig, parse_config
+from gradwire.errors import (
+    RETRYABLE,
+    GradwireError,
+    ManifestMismatch,
+    ProtocolError,
+    RoundGone,
+    RunEnded,
+    SessionExpired,
+    Unavailable,
+)
+from gradwire.exchange import Aggregate, Contribution, Replica, Share
+from gradwire.loader import Batch, Dataset, share_batches
+from gradwire.retry import Retry
+from gradwire.v1 import aggregation_pb2 as pb
+from gradwire.v1.aggregation_pb2_grpc import AggregationServiceStub
+from gradwire.wire import calls
+from gradwire.wire.channel import PROTOCOL, open_channel
+from gradwire.wire.messages import PartReader, Tally, absent_positions, write_parts
+from gradwire.wire.schemas import entry_batches
+
+if TYPE_CHECKING:  # the generated module has them for type checkers only
+    from gradwire.v1.aggregation_pb2_grpc import AggregationServiceAsyncStub
+
+log = logging.getLogger("gradwire.session")
+
+T = TypeVar("T")
+
+UNARY_TIMEOUT_S = 30.0  # well above the few seconds for which Begin may wait
+SAME_NOTE_EVERY_S = 10.0
+
+
+@dataclass
+class Traffic:
+    """Payload bytes that crossed the wire, as packed."""
+
+    upload_bytes: int = 0
+    download_bytes: int = 0
+
+
+def connect(
+    address: str,
+    *,
+    run: str | None = None,
+    token: str | None = None,
+    worker: str | None = None,
+    data_sha256: bytes = b"",
+    give_up_after_s: float | None = None,
+    on_phase: Callable[[str, float], None] | None = None,
+) -> Session:
+    """Connects to an aggregator and reads the run's config; joining happens when an optimizer is made.
+
+    Args:
+        address: HOST:PORT of the aggregator. If nobody answers there yet, waits for it.
+        run: name of the run that is meant; None: whichever it is.
+        token: the run's bearer token; default: the environment's GRADWIRE_TOKEN.
+        worker: this worker's name, unique in the run; a process that joins under a name replaces the one before. Default:
+            the host's name and a random suffix.
+        data_sha256: SHA-256 of the data trained on; workers with different ones can't be in one run.
+        give_up_after_s: how long to try to reach the aggregator; default 600 s at first, then as the run's config says.
+        on_phase: is told how many seconds went into each of data, encode, upload, wait, download and apply.
+
+    Raises Unavailable if nobody answers, ManifestMismatch for another run or protocol, Unauthenticated.
+    """
+    name = worker or f"{platform.node() or 'worker'}-{secrets.token_hex(2)}"
+    session = Session(address, name, token or calls.token_from_environment(), data_sha256, on_phase)
+    session.open(run, give_up_after_s)
+    return session
+
+
+class Session:
+    """One worker's connection to one run. Made by `connect`; a context manager that leaves at its end."""
+
+    def __init__(
+        self,
+        address: str,
+        worker: str,
+        token: str | None,
+        data_sha256: bytes,
+        on_phase: Callable[[str, float], None] | None,
+    ) -> None:
+        self.address = address
+        self.worker = worker
+        self.traffic = Traffic()
+        self.round = 0
+        self.evaluate_last = False  # whether the run wants to hear the final weights' loss on held-out data
+        self.held_out_loss: float | None = None
+        self._data_sha256 = data_sha256
+        self._metadata = calls.metadata(token)
+        self._on_phase = on_phase
+        self._incarnation = secrets.token_bytes(16)
+        self._retry = Retry()
+        self._session = b""
+        self._run_id = b""
+        self._heartbeat: concurrent.futures.Future[None] | None = None
+        self._publishing: concurrent.futures.Future[None] | None = None
+        self._activity = "starting"
+        self._replica: Replica | None = None
+        self._share: Share | None = None
+        self._share_started = 0.0
+        self._batch: Batch | None = None
+        self._note = ("", 0.0)
+
+    # For the training script.
+
+    def open(self, run: str | None, give_up_after_s: float | None) -> None:
+        """Opens the channel and reads the run's config."""
+        if give_up_after_s is not None:
+            self._retry = Retry(give_up_after_s)
+        self._stub: AggregationServiceAsyncStub = background.run(self._connect())
+        answer = self._call("GetRun", lambda: self._stub.GetRun(pb.GetRunRequest(), **self._options()))
+        if answer.protocol != PROTOCOL:
+            raise ManifestMismatch(
+                f"{self.address} speaks protocol version {answer.protocol}, this worker {PROTOCOL}: install the same "
+                "version of gradwire on both machines"
+            )
+        if run is not None and run != answer.run:
+            raise ManifestMismatch(f"run: {run!r} here, {answer.run!r} at {self.address}")
+        self.run = answer.run
+        self.config: RunConfig = parse_config(
+            json_format.MessageToDict(answer.config), source=f"the config sent by {self.address}"
+        )
+        self.data = answer.data if answer.HasField("data") else None
+        if give_up_after_s is None:
+            self._retry = Retry(self.config.round.give_up_after_s)
+
+    def join(self, replica: Replica) -> None:
+        """Enters the run with a replica and brings it to the state of the others, which go on meanwhile."""
+        if self._replica is not None:
+            raise GradwireError("this session has its optimizer already; connect once more for another")
+        self._replica = replica
+        self._join()
+
+    def loader(
+        self, dataset: Dataset, batch_size: int, *, collate: Callable[[list[Any]], Any] | None = None
+    ) -> Iterator[Any]:
+        """Batches of this worker's share, round by round until the run ends.
+
+        Args:
+            dataset: has `len` and integer indexing, the same on all workers. Which sample comes when is a function of the
+                run's seed alone.
+            batch_size: samples a batch; a share's last batch may be smaller.
+            collate: makes a batch of a list of samples; default: PyTorch's.
+
+        A round in which this worker has no share is collected and applied in here. Raises GradwireError if the optimizer's
+        `step` was not called for each batch.
+        """
+        while (share := self.next_share()) is not None:
+            batches = share_batches(share, dataset, batch_size, seed=self.config.seed, collate=collate)
+            while (item := self._timed_next(batches)) is not None:
+                self._batch, samples = item
+                yield samples
+            if self._share is share:
+                raise GradwireError("optimizer.step() was not called after the share's last batch")
+            self._batch = None
+
+    @property
+    def batch(self) -> Batch:
+        """The batch that the loader gave out last. Raises GradwireError outside the loader."""
+        if self._batch is None:
+            raise GradwireError("optimizer.step() takes batches of session.loader(...), one call for each")
+        return self._batch
+
+    def _timed_next(self, batches: Iterator[tuple[Batch, Any]]) -> tuple[Batch, Any] | None:
+        with self.phase("data"):
+            return next(batches, None)
+
+    def report(self, held_out_loss: float) -> None:
+        """Reports the loss of the weights as they are on held-out data; sent with the contribution, or when leaving.
+
+        Called before the share is trained; the time it took is not counted as training.
+        """
+        self.held_out_loss = held_out_loss
+        self._share_started = time.monotonic()
+
+    @property
+    def share(self) -> Share | None:
+        """The share that is being trained."""
+        return self._share
+
+    def next_share(self) -> Share | None:
+        """Goes on with the next round until there is a share to train; None when the run is over."""
+        replica = self._joined()
+        while True:
+            with self.phase("wait"):
+                answer = self._call("Begin", self._begin)
+            if answer.publish_snapshot:
+                self._publish_in_background(replica)
+            match answer.order:
+                case pb.ORDER_TRAIN:
+                    self._share = _share(self.round, answer)
+                    self._share_started = time.monotonic()
+                    self._activity = f"training round {self.round}"
+                    return self._share
+                case pb.ORDER_COLLECT:
+                    self._collect_and_apply(replica)
+                case pb.ORDER_END:
+                    self.evaluate_last = answer.evaluate
+                    self._activity = "done"
+                    return None
+                case pb.ORDER_WAIT:
+                    self._say(f"waiting for round {self.round}: {answer.reason}")
+                case _:
+                    raise ProtocolError(f"{self.address} gave the unknown order {answer.order}")
+
+    def exchange(self, contribution: Contribution) -> None:
+        """Hands in the contribution for the present share, then collects and applies the round's aggregate."""
+        replica, share = self._joined(), self._require_share()
+        header = pb.ContributeHeader(
+            round=share.round,
+            assignment=share.assignment,
+            samples=share.samples,
+            loss=contribution.loss,
+            held_out_loss=self.held_out_loss,
+            learning_rates=contribution.learning_rates,
+            absent=absent_positions(contribution.tensors),
+            train_seconds=time.monotonic() - self._share_started,
+        )
+        tally = Tally()
+        with self.phase("encode"):
+            messages = [
+                pb.ContributeRequest(part=part) for part in write_parts(replica.manifest, contribution.tensors, tally)
+            ]
+        messages.append(pb.ContributeRequest(commit=tally.commit()))
+        self._activity = f"uploading round {share.round}"
+        with self.phase("upload"):
+            verdict = self._call("Contribute", lambda: self._contribute(header, messages))
+        self.traffic.upload_bytes += tally.wire_bytes
+        self._settle(verdict, replica)
+
+    def abstain(self, reason: str) -> None:
+        """Gives the present share back, with the reason, then collects and applies the round's aggregate."""
+        replica, share = self._joined(), self._require_share()
+        log.warning("no contribution to round %d: %s", share.round, reason)
+
+        def message() -> pb.Abstain:
+            return pb.Abstain(
+                session=self._session,
+                round=share.round,
+                assignment=share.assignment,
+                reason=reason[:1000],
+            )
+
+        async def attempt() -> pb.ContributeResponse:
+            return await self._stream(self._stub.Contribute, [pb.ContributeRequest(abstain=message())])
+
+        self._settle(self._call("Contribute", attempt), replica)
+
+    def fetch_data(self) -> bytes:
+        """The run's text corpus. Raises GradwireError if it isn't what the run's fingerprint says."""
+        if self.data is None:
+            raise GradwireError(f"run {self.run!r} has no corpus: its workers bring their own data")
+        received = bytearray()
+
+        async def attempt() -> None:
+            stream = self._stub.FetchData(pb.FetchDataRequest(offset=len(received)), metadata=self._metadata)
+            async for message in stream:
+                received.extend(message.data)
+
+        self._call("FetchData", attempt)
+        if hashlib.sha256(received).digest() != self.data.sha256:
+            raise GradwireError(f"the corpus from {self.address} arrived damaged; start the worker again")
+        return bytes(received)
+
+    def leave(self, reason: str = "finished", *, checkpoint: str = "") -> None:
+        """Says goodbye, so that the share goes back at once, and closes the connection. Tries once, for 3 s."""
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        with contextlib.suppress(Exception):
+            background.submit(self._leave(reason, checkpoint)).result(timeout=6)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.leave("finished" if error is None else f"stopped: {type(error).__name__}")
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures what runs inside and tells `on_phase`."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._spent(name, time.monotonic() - start)
+
+    def _spent(self, name: str, seconds: float) -> None:
+        if self._on_phase is not None:
+            self._on_phase(name, seconds)
+
+    # One round.
+
+    def _begin(self) -> Awaitable[pb.BeginResponse]:
+        return self._stub.Begin(pb.BeginRequest(session=self._session, round=self.round), **self._options())
+
+    def _settle(self, verdict: pb.ContributeResponse, replica: Replica) -> None:
+        if verdict.verdict in (pb.VERDICT_LATE, pb.VERDICT_REJECTED):
+            name = pb.Verdict.Name(verdict.verdict).removeprefix("VERDICT_")
+            log.warning("contribution to round %d is %s: %s", self.round, name, verdict.reason)
+        self.held_out_loss = None
+        self._collect_and_apply(replica)
+
+    def _collect_and_apply(self, replica: Replica) -> None:
+        self._activity = f"collecting round {self.round}"
+        number = self.round
+        try:
+            aggregate = self._call("Collect", lambda: self._collect(replica, number))
+        except RoundGone as error:
+            log.warning("%s; loading the newest snapshot", error)
+            self._load_snapshot(replica)
+        else:
+            with self.phase("apply"):
+                replica.apply(aggregate)
+                device.synchronize(replica.device)
+            self.round = number + 1
+        self._share = None
+
+    async def _contribute(
+        self, header: pb.ContributeHeader, messages: list[pb.ContributeRequest]
+    ) -> pb.ContributeResponse:
+        header.session = self._session
+        return await self._stream(self._stub.Contribute, [pb.ContributeRequest(header=header), *messages])
+
+    async def _collect(self, replica: Replica, number: int) -> Aggregate:
+        request = pb.CollectRequest(session=self._session, round=number)
+        stream = self._stub.Collect(request, metadata=self._metadata)
+        start = begun = time.monotonic()
+        header: pb.AggregateHeader | None = None
+        reader: PartReader | None = None
+        try:
+            async for message in stream:
+                match message.WhichOneof("kind"):
+                    case "note":
+                        self._say(f"round {number}: {message.note}")
+                    case "header":
+                        begun = time.monotonic()
+                        self._spent("wait", begun - start)
+                        header = message.header
+                        reader = PartReader(replica.manifest, absent=header.absent, aggregate=True)
+                    case "part" if reader is not None:
+                        await asyncio.to_thread(reader.add, message.part)
+                    case "commit" if reader is not None and header is not None:
+                        tensors = reader.finish(message.commit)
+                        self.traffic.download_bytes += reader.tally.wire_bytes
+                        self._spent("download", time.monotonic() - begun)
+                        return self._aggregate(header, tensors)
+                    case _:
+                        raise ProtocolError(f"{self.address} sent an aggregate out of order")
+        finally:
+            stream.cancel()
+        raise _interrupted(f"the aggregate of round {number}")
+
+    def _aggregate(self, header: pb.AggregateHeader, tensors: list[Any]) -> Aggregate:
+        contributors = tuple((c.worker, c.assignment, c.samples) for c in header.contributors)
+        own = (self.worker, self._share.assignment) if self._share is not None else None
+        return Aggregate(
+            round=header.round,
+            contributors=contributors,
+            counted=any((worker, assignment) == own for worker, assignment, _ in contributors),
+            tensors=tensors,
+            loss=header.loss if header.HasField("loss") else None,
+            learning_rates=tuple(header.learning_rates),
+        )
+
+    # Joining and state.
+
+    def _join(self) -> None:
+        replica = self._joined()
+        with self.phase("wait"):
+            answer = self._call("Join", lambda: self._send_join(replica), rejoin=False)
+        if self._run_id and answer.run_id != self._run_id:
+            raise RunEnded(
+                f"the aggregator at {self.address} was started anew and no longer has this run's rounds; start this "
+                "worker again to join the new one"
+            )
+        self._session, self._run_id = answer.session, answer.run_id
+        if self._heartbeat is None:
+            self._heartbeat = background.submit(self._heartbeats(answer.heartbeat_seconds))
+        match answer.start_from:
+            case pb.START_FROM_PUBLISH:
+                data = state.pack(replica.state())
+                self._call("PublishSnapshot", lambda: self._publish(self.round, data))
+            case pb.START_FROM_SNAPSHOT:
+                self._load_snapshot(replica)
+        log.info("joined run %s at %s as %s, at round %d", self.run, self.address, self.worker, self.round)
+
+    async def _send_join(self, replica: Replica) -> pb.JoinResponse:
+        manifest = replica.manifest
+        header = pb.JoinHeader(
+            protocol=PROTOCOL,
+            run=self.run,
+            worker=self.worker,
+            incarnation=self._incarnation,
+            device=device.describe(replica.device),
+            data_sha256=self._data_sha256,
+            method=manifest.method,
+            entries=len(manifest),
+            manifest_sha256=manifest.fingerprint,
+            round=self.round if self._run_id else None,
+            run_id=self._run_id,
+        )
+        batches = [pb.JoinRequest(entries=pb.ManifestEntries(entries=batch)) for batch in entry_batches(manifest)]
+        return await self._stream(self._stub.Join, [pb.JoinRequest(header=header), *batches])
+
+    def _load_snapshot(self, replica: Replica) -> None:
+        self._activity = "loading a snapshot"
+        with self.phase("download"):
+            number, data = self._fetch_snapshot()
+        replica.load_state(state.unpack(data))
+        self.round = number
+        self._share = None
+
+    def _fetch_snapshot(self) -> tuple[int, bytes]:
+        received = bytearray()
+        header = pb.SnapshotHeader()
+
+        async def attempt() -> None:
+            request = pb.FetchSnapshotRequest(session=self._session, offset=len(received), sha256=header.sha256)
+            async for message in self._stub.FetchSnapshot(request, metadata=self._metadata):
+                match message.WhichOneof("kind"):
+                    case "note":
+                        self._say(f"waiting for a snapshot: {message.note}")
+                    case "header":
+                        if message.header.sha256 != header.sha256:
+                            received.clear()
+                            header.CopyFrom(message.header)
+                    case "data":
+                        received.extend(message.data)
+            if len(received) < header.size or not header.sha256:
+                raise _interrupted("a snapshot")
+
+        self._call("FetchSnapshot", attempt)
+        self.traffic.download_bytes += len(received)
+        if hashlib.sha256(received).digest() != header.sha256:
+            raise GradwireError(f"the snapshot from {self.address} arrived damaged; start the worker again")
+        return header.round, bytes(received)
+
+    def _publish_in_background(self, replica: Replica) -> None:
+        if self._publishing is not None and not self._publishing.done():
+            return
+        data, number = state.pack(replica.state()), self.round
+        self._publishing = background.submit(self._publish_quietly(number, data))
+
+    async def _publish_quietly(self, number: int, data: bytes) -> None:
+        try:
+            await self._publish(number, data)
+        except aio.AioRpcError as error:  # the aggregator asks somebody again
+            log.warning("the snapshot of round %d was not published: %s", number, error.details())
+
+    async def _publish(self, number: int, data: bytes) -> pb.PublishSnapshotResponse:
+        header = pb.SnapshotHeader(round=number, size=len(data), sha256=hashlib.sha256(data).digest())
+        messages = [
+            pb.PublishSnapshotRequest(session=self._session),
+            pb.PublishSnapshotRequest(header=header),
+            *(pb.PublishSnapshotRequest(data=piece) for piece in calls.slices(data)),
+        ]
+        answer = await self._stream(self._stub.PublishSnapshot, messages)
+        self.traffic.upload_bytes += len(data)
+        return answer
+
+    # Calls.
+
+    async def _connect(self) -> AggregationServiceAsyncStub:
+        self._channel = open_channel(self.address)
+        return AggregationServiceStub(self._channel)
+
+    def _options(self) -> dict[str, Any]:
+        return {"metadata": self._metadata, "timeout": UNARY_TIMEOUT_S}
+
+    async def _stream(self, method: aio.StreamUnaryMultiCallable[Any, T], messages: list[Any]) -> T:
+        call = method(metadata=self._metadata)
+        try:
+            for message in messages:
+                await call.write(message)
+            await call.done_writing()
+        except (aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # it has been answered already, well or not: the answer says
+        return await call
+
+    def _call(self, name: str, attempt: Callable[[], Awaitable[T]], *, rejoin: bool = True) -> T:
+        """Runs a call to its success, through whatever passes. Raises what can't be helped by trying again."""
+        while True:
+            try:
+                return background.run(self._attempts(name, attempt))
+            except SessionExpired as error:
+                if not rejoin or self._replica is None:
+                    raise
+                log.warning("%s; joining again", error)
+                self._join()
+
+    async def _attempts(self, name: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        start, failures = time.monotonic(), 0
+        for delay in self._retry.delays():
+            try:
+                return await attempt()
+            except aio.AioRpcError as error:
+                failures += 1
+                if error.code() not in RETRYABLE:
+                    raise calls.error_from(error) from error
+                elapsed = time.monotonic() - start
+                reason = f"{name} at {self.address}: {error.code().name}: {error.details()}"
+                if self._retry.exhausted(error.code(), elapsed_s=elapsed, failures=failures):
+                    raise Unavailable(f"gave up after {elapsed:.0f} s and {failures} tries: {reason}") from error
+                left = self._retry.give_up_after_s - elapsed
+                self._say(f"cannot reach the aggregator ({reason}); trying again for up to {left:.0f} s")
+                await asyncio.sleep(delay)
+        raise Unavailable(f"{name} at {self.address} was never tried")
+
+    async def _heartbeats(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            request = pb.HeartbeatRequest(session=self._session, activity=self._activity[:128])
+            with contextlib.suppress(aio.AioRpcError):  # whatever it is, the training thread's next call meets it
+                await self._stub.Heartbeat(request, metadata=self._metadata, timeout=2 * every_s)
+
+    async def _leave(self, reason: str, checkpoint: str) -> None:
+        if self._publishing is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(asyncio.wrap_future(self._publishing), 2)
+        if self._session:
+            request = pb.LeaveRequest(
+                session=self._session,
+                reason=reason[:1000],
+                held_out_loss=self.held_out_loss,
+                checkpoint=checkpoint[:1000],
+            )
+            with contextlib.suppress(aio.AioRpcError):
+                await self._stub.Leave(request, metadata=self._metadata, timeout=3)
+        await self._channel.close()
+
+    def _say(self, text: str) -> None:
+        """Logs why nothing moves, but not the same over and over."""
+        subject, now = text.partition(":")[0], time.monotonic()
+        if subject != self._note[0] or now - self._note[1] >= SAME_NOTE_EVERY_S:
+            self._note = (subject, now)
+            log.info(text)
+
+    def _joined(self) -> Replica:
+        if self._replica is None:
+            raise GradwireError("make the optimizer first, with this session: that is what joins the run")
+        return self._replica
+
+    def _require_share(self) -> Share:
+        if self._share is None:
+            raise GradwireError("there is no share to contribute to; take batches from session.loader(...)")
+        return self._share
+
+
+def _share(number: int, answer: pb.BeginResponse) -> Share:
+    return Share(
+        round=number,
+        assignment=answer.assignment,
+        ranges=tuple((each.start, each.stop) for each in answer.ranges),
+        deadline_s=answer.deadline_seconds,
+        evaluate=answer.evaluate,
+    )
+
+
+def _interrupted(what: str) -> aio.AioRpcError:
+    """A stream that ended early counts as one that failed, and is tried again."""
+    empty = aio.Metadata()
+    return aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, details=f"{what} ended early")

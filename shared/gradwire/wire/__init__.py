@@ -1,0 +1,1 @@
+"""From encoded tensors to gRPC messages and back."""
