@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from gradwire.demo import demo
 from gradwire.errors import GradwireError
 from gradwire.signals import Stopped
 from gradwire.status import health, status
@@ -36,6 +37,7 @@ def _app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_configure)
+    app.command()(demo)
     app.command()(status)
     app.command()(health)
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):

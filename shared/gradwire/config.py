@@ -1,7 +1,7 @@
 """What a run is: read from TOML by the aggregator, handed to every worker by GetRun.
 
-Each section is a frozen model with all its bounds. A wrong file is refused at start, with the key, the value and what is
-allowed; so are pairs of values that contradict each other.
+Each section is a frozen model with all its bounds. A wrong file is refused at start, with the key, the value and
+what is allowed; so are pairs of values that contradict each other.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class Aggregate:
     """The weighted mean of a round's contributions.
 
     contributors: (worker, assignment, samples) by ascending worker; empty where the round is void.
-    counted: whether this worker's contribution of the round is in it. Nothing else decides what becomes of its residual.
+    counted: whether this worker's contribution of the round is in it. Nothing else decides what becomes of its
+    residual.
     """
 
     round: int

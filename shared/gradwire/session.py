@@ -1,8 +1,9 @@
 """A worker's side of a run: join, begin, contribute, collect, heartbeat.
 
 Retries live here and nowhere else. Every call is safe to repeat, so whatever fails for a passing reason is simply tried
-again; a lease that ended is renewed by joining again with the weights at hand, and a worker that fell too far behind loads
-the newest snapshot. All methods are for one thread, the one that trains; gRPC runs on the background loop.
+again; a lease that ended is renewed by joining again with the weights at hand, and a worker that fell too far
+behind loads the newest snapshot. All methods are for one thread, the one that trains; gRPC runs on the background
+loop.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def connect(
         address: HOST:PORT of the aggregator. If nobody answers there yet, waits for it.
         run: name of the run that is meant; None: whichever it is.
         token: the run's bearer token; default: the environment's GRADWIRE_TOKEN.
-        worker: this worker's name, unique in the run; a process that joins under a name replaces the one before. Default:
+        worker: this worker's name, unique in the run; a process that joins under a name replaces the one before.
+        Default:
             the host's name and a random suffix.
         data_sha256: SHA-256 of the data trained on; workers with different ones can't be in one run.
         give_up_after_s: how long to try to reach the aggregator; default 600 s at first, then as the run's config says.
@@ -163,13 +165,14 @@ class Session:
         """Batches of this worker's share, round by round until the run ends.
 
         Args:
-            dataset: has `len` and integer indexing, the same on all workers. Which sample comes when is a function of the
+            dataset: has `len` and integer indexing, the same on all workers. Which sample comes when is a function
+            of the
                 run's seed alone.
             batch_size: samples a batch; a share's last batch may be smaller.
             collate: makes a batch of a list of samples; default: PyTorch's.
 
-        A round in which this worker has no share is collected and applied in here. Raises GradwireError if the optimizer's
-        `step` was not called for each batch.
+        A round in which this worker has no share is collected and applied in here. Raises GradwireError if the
+        optimizer's `step` was not called for each batch.
         """
         while (share := self.next_share()) is not None:
             batches = share_batches(share, dataset, batch_size, seed=self.config.seed, collate=collate)

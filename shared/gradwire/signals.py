@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first asks for an orderly end, the second ends at once."""
+"""SIGINT, SIGTERM and SIGHUP: the first asks for an orderly end, the second ends at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
+STOPS = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if name in signal.Signals.__members__)
 
 
 class Stopped(BaseException):
@@ -21,11 +21,13 @@ def raise_on_stop() -> Iterator[None]:
     """Raises Stopped in the main thread at the first signal; the second one exits at once."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        for each in STOPS:
+        for each in heeded:
             signal.signal(each, _exit)
         raise Stopped(signal.Signals(number).name)
 
-    before = {each: signal.signal(each, stop) for each in STOPS}
+    # What is ignored stays so: that is how nohup works.
+    heeded = [each for each in STOPS if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {each: signal.signal(each, stop) for each in heeded}
     try:
         yield
     finally:
@@ -36,14 +38,15 @@ def raise_on_stop() -> Iterator[None]:
 def stop_event() -> asyncio.Event:
     """An event that the first signal sets; the second one exits at once. For the running loop of the main thread."""
     event, loop = asyncio.Event(), asyncio.get_running_loop()
+    heeded = [each for each in STOPS if signal.getsignal(each) is not signal.SIG_IGN]
 
     def stop() -> None:
         event.set()
-        for each in STOPS:
+        for each in heeded:
             loop.remove_signal_handler(each)
             signal.signal(each, _exit)
 
-    for each in STOPS:
+    for each in heeded:
         loop.add_signal_handler(each, stop)
     return event
 

@@ -1,7 +1,8 @@
 """The service as gRPC handlers: authorization, parsing, and errors as statuses, the same for every call.
 
-Requests are parsed here rather than inside gRPC, so that bytes that are no message end the call with a status of our own;
-and what a handler yields as bytes is sent as it is, so that an aggregate is serialized once for all workers.
+Requests are parsed here rather than inside gRPC, so that bytes that are no message end the call with a status of
+our own; and what a handler yields as bytes is sent as it is, so that an aggregate is serialized once for all
+workers.
 """
 
 from __future__ import annotations

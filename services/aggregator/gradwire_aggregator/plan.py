@@ -1,8 +1,8 @@
 """Who trains which samples. Pure.
 
-Sample numbers are handed out once each, from 0 up. What was handed out and didn't count comes back to the pool and goes out
-first; after a number of attempts it is recorded as skipped. At any time counted, skipped, pool and what is out are disjoint
-and together are [0, high_water).
+Sample numbers are handed out once each, from 0 up. What was handed out and didn't count comes back to the pool and
+goes out first; after a number of attempts it is recorded as skipped. At any time counted, skipped, pool and what is
+out are disjoint and together are [0, high_water).
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Plan:
     def split(self, samples: int, speeds: Mapping[str, float | None]) -> dict[str, int]:
         """Cuts a number of samples among workers in proportion to their speeds (samples per second).
 
-        A worker of unknown speed counts as an average one. Every share is a multiple of the inner batch, and may be 0; they
-        add up to `samples`. What doesn't divide goes to the largest remainders, on a tie to the first name.
+        A worker of unknown speed counts as an average one. Every share is a multiple of the inner batch, and may be
+        0; they add up to `samples`. What doesn't divide goes to the largest remainders, on a tie to the first name.
         """
         known = [speed for speed in speeds.values() if speed is not None]
         average = sum(known) / len(known) if known else 1.0

@@ -1,7 +1,7 @@
 """Aggregates and snapshots of a run, as files in one folder.
 
-An aggregate is kept as the very messages that every worker gets, so that handing it out again costs a read. Nothing below
-the older of the two newest snapshots is kept.
+An aggregate is kept as the very messages that every worker gets, so that handing it out again costs a read. Nothing
+below the older of the two newest snapshots is kept.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """SparseLoCo: local steps, then top-k of the pseudo-gradient with error feedback, then an outer step.
 
-Sarfi et al. 2025, "Communication Efficient LLM Pre-training with SparseLoCo"; DiLoCo (Douillard et al. 2023) without the
-compression. The outer weights are float32 on the host and the outer step runs there, multiply then subtract, so that its
-bits depend on no device: after every round all workers have the same weights to the bit.
+Sarfi et al. 2025, "Communication Efficient LLM Pre-training with SparseLoCo"; DiLoCo (Douillard et al. 2023)
+without the compression. The outer weights are float32 on the host and the outer step runs there, multiply then
+subtract, so that its bits depend on no device: after every round all workers have the same weights to the bit.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from gradwire.session import Session
 class SparseLoCo:
     """Wraps a torch optimizer that takes local (inner) steps between rounds.
 
-    `step` steps the inner optimizer; after the share's last batch it sends what the inner steps changed, and continues from
-    the outer weights. The inner optimizer's state stays with its worker.
+    `step` steps the inner optimizer; after the share's last batch it sends what the inner steps changed, and
+    continues from the outer weights. The inner optimizer's state stays with its worker.
 
     Args:
         inner: the inner optimizer, over the model's parameters.
         session: from gradwire.connect. Joining, and loading the run's state, happens here.
-        inner_steps: at most so many inner steps a round; a share of more batches accumulates gradients over several. None:
+        inner_steps: at most so many inner steps a round; a share of more batches accumulates gradients over
+        several. None:
             one inner step per batch.
         model: where names and buffers come from; needed unless `inner` was made from named parameters.
         scheme: how pseudo-gradients are encoded; default TopK(k=64, chunk=4096, normalization="senders").

@@ -1,8 +1,8 @@
 """Encoded tensors as a stream of parts, and back.
 
-A stream is the parts of all tensors in manifest order and a commit that says how many parts and bytes there were, with a
-CRC-32 over the unpacked bytes. The receiver believes nothing: every size is checked against the manifest before anything
-is unpacked, every part against its place, every value and index against its bounds.
+A stream is the parts of all tensors in manifest order and a commit that says how many parts and bytes there were,
+with a CRC-32 over the unpacked bytes. The receiver believes nothing: every size is checked against the manifest
+before anything is unpacked, every part against its place, every value and index against its bounds.
 """
 
 from __future__ import annotations

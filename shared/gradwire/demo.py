@@ -1,0 +1,215 @@
+"""`gradwire demo`: the whole thing on one machine, an aggregator and some workers, each a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from grpc import aio
+from rich.console import Console
+
+from gradwire import background
+from gradwire.errors import GradwireError
+from gradwire.signals import raise_on_stop
+from gradwire.status import data_size
+from gradwire.v1 import aggregation_pb2 as pb
+from gradwire.v1.aggregation_pb2_grpc import AggregationServiceStub
+from gradwire.view import View
+from gradwire.wire.channel import open_channel
+
+INNER_BATCH: Final = 16
+INNER_STEPS: Final = 10
+STOP_WITHIN_S: Final = 10.0
+
+CONFIG: Final = """\
+# Written by `gradwire demo`.
+name = "demo"
+rounds = {rounds}
+
+[batch]
+global_batch = {global_batch}
+inner_batch = {inner_batch}
+
+[round]
+min_workers = {workers}
+
+[server]
+listen = "127.0.0.1:0"
+http = "127.0.0.1:0"
+
+[training]
+method = "sparseloco"
+
+[training.optimizer]
+warmup_rounds = {warmup_rounds}
+"""
+
+
+def demo(
+    workers: Annotated[int, typer.Option(help="Worker processes.", min=1, max=64)] = 2,
+    device: Annotated[list[str] | None, typer.Option(help="Device of the workers in turn; may be repeated.")] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds of 10 inner steps a worker.", min=1)] = 20,
+    folder: Annotated[Path, typer.Option(help="Where to put config, logs and checkpoint.")] = Path("runs"),
+) -> None:
+    """Train a small language model on this machine's Python source text, with workers that talk over gRPC."""
+    console = Console()
+    place = folder / time.strftime("demo-%Y%m%d-%H%M%S")
+    place.mkdir(parents=True, exist_ok=True)
+    config = place / "run.toml"
+    config.write_text(
+        CONFIG.format(
+            rounds=rounds,
+            workers=workers,
+            global_batch=workers * INNER_STEPS * INNER_BATCH,
+            inner_batch=INNER_BATCH,
+            warmup_rounds=min(2.0, rounds / 10),
+        ),
+        encoding="utf-8",
+    )
+    with raise_on_stop(), Processes(place).running() as processes:
+        address = processes.start_aggregator(config)
+        console.print(f"aggregator at {address}; config and logs in {place}", highlight=False)
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        for number in range(1, workers + 1):
+            chosen = device[(number - 1) % len(device)] if device else "auto"
+            processes.start_worker(address, f"worker-{number}", chosen, threads)
+        with View(console, "training").open() as view:
+            state = background.run(_watch(address, view, processes))
+        processes.wait()
+    _summarize(console, state, place)
+
+
+@dataclass
+class Processes:
+    """The demo's child processes. Whatever happens, none of them outlives `running`."""
+
+    place: Path
+    _children: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Processes]:
+        """Ends all children at the end."""
+        try:
+            yield self
+        finally:
+            for child in self._children.values():
+                child.terminate()
+            deadline = time.monotonic() + STOP_WITHIN_S
+            for child in self._children.values():
+                try:
+                    child.wait(max(0.1, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    child.kill()
+                    child.wait()
+
+    def start_aggregator(self, config: Path) -> str:
+        """Starts the aggregator and returns its address."""
+        child = self._start("aggregator", ["aggregator", str(config)], threads=1)
+        for line in child.stdout or ():
+            _, found, address = line.partition("listening on ")
+            if found:
+                return address.strip()
+        self.check(ended=True)
+        raise GradwireError("the aggregator ended without saying why")
+
+    def start_worker(self, address: str, name: str, device: str, threads: int) -> None:
+        """Starts a worker."""
+        arguments = ["worker", address, "--name", name, "--device", device, "--checkpoint", str(self.place)]
+        self._start(name, [*arguments, "--give-up-after", "30"], threads)
+
+    def check(self, *, ended: bool = False) -> None:
+        """Raises GradwireError, with the end of its log, if a child failed. `ended`: it has to have ended."""
+        for name, child in self._children.items():
+            if ended:
+                child.wait()
+            if child.poll():
+                raise GradwireError(f"{name} failed with exit code {child.returncode}:\n{self._tail(name)}")
+
+    def wait(self) -> None:
+        """Waits until all children have ended by themselves. Raises GradwireError if one failed."""
+        self.check(ended=True)
+
+    def _start(self, name: str, arguments: list[str], threads: int) -> subprocess.Popen[str]:
+        with (self.place / f"{name}.log").open("w") as log:
+            # In a session of its own, so that Ctrl-C reaches the demo alone, which then ends its children in order.
+            child = subprocess.Popen(
+                [sys.executable, "-m", "gradwire", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if name == "aggregator" else log,
+                stderr=log,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                start_new_session=True,
+            )
+        self._children[name] = child
+        return child
+
+    def _tail(self, name: str) -> str:
+        return "\n".join((self.place / f"{name}.log").read_text(errors="replace").splitlines()[-15:])
+
+
+async def _watch(address: str, view: View, processes: Processes) -> pb.RunState:
+    """Follows the run to its end; the last state."""
+    state = pb.RunState()
+    async with open_channel(address) as channel:
+        call = AggregationServiceStub(channel).WatchRun(pb.WatchRunRequest())
+        reading = asyncio.ensure_future(call.read())
+        try:
+            while True:
+                done, _ = await asyncio.wait({reading}, timeout=1.0)
+                await asyncio.to_thread(processes.check)
+                if not done:
+                    continue
+                message = reading.result()
+                if not isinstance(message, pb.WatchRunResponse):  # the end of the stream
+                    return state
+                state = message.state
+                view.update(state)
+                reading = asyncio.ensure_future(call.read())
+        except aio.AioRpcError as error:
+            if state.phase == pb.PHASE_ENDED:
+                return state
+            raise GradwireError(f"lost the aggregator at {address}: {error.details()}") from error
+        finally:
+            reading.cancel()
+
+
+def _summarize(console: Console, state: pb.RunState, place: Path) -> None:
+    say = console.print
+    measured = [each.held_out_loss for each in state.history if each.HasField("held_out_loss")]
+    say()
+    if measured and state.HasField("final_held_out_loss"):
+        say(
+            f"held-out loss: {measured[0]:.3f} before, [bold]{state.final_held_out_loss:.3f}[/bold] after "
+            "(nats per byte)",
+            highlight=False,
+        )
+    steps = state.samples_counted / INNER_BATCH
+    sent = sum(each.upload_bytes for each in state.history)
+    dense = 4 * state.parameters
+    if steps and sent:
+        say(
+            f"uploaded: {data_size(sent / steps)} per inner step and worker; dense float32 gradients take "
+            f"{data_size(dense)}: [bold]{dense * steps / sent:,.0f} times fewer[/bold]",
+            highlight=False,
+        )
+    checkpoint = place / "worker-1.safetensors"
+    if checkpoint.exists():
+        say("the trained model goes on from `def `:", highlight=False, markup=False)
+        say(_generate(checkpoint), highlight=False, markup=False, style="dim")
+        say(f"checkpoint: {checkpoint}", highlight=False)
+
+
+def _generate(checkpoint: Path) -> str:
+    command = [sys.executable, "-m", "gradwire", "generate", str(checkpoint), "--length", "160"]
+    answer = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    return answer.stdout.rstrip() if answer.returncode == 0 else f"(failed: {answer.stderr.strip()})"
