@@ -52,6 +52,11 @@ class Aggregate:
     loss: float | None = None
     learning_rates: tuple[float, ...] = ()
 
+    @classmethod
+    def nothing(cls, round_: int, tensors: int) -> Aggregate:
+        """What leaves the weights of a round as they are, and takes back what was trained on them."""
+        return cls(round_, contributors=(), counted=False, tensors=[None] * tensors)
+
     @property
     def void(self) -> bool:
         """Whether nothing counted: the weights stay as they are."""

@@ -327,7 +327,12 @@ class Session:
             name = pb.Verdict.Name(verdict.verdict).removeprefix("VERDICT_")
             log.warning("contribution to round %d is %s: %s", self.round, name, verdict.reason)
         self.held_out_loss = None
-        self._collect_and_apply(replica)
+        if verdict.verdict == pb.VERDICT_LATE:
+            # The round may still be open, and wait for this very worker to train a returned share.
+            replica.apply(Aggregate.nothing(self.round, len(replica.manifest)))
+            self._share = None
+        else:
+            self._collect_and_apply(replica)
 
     def _collect_and_apply(self, replica: Replica) -> None:
         self._activity = f"collecting round {self.round}"

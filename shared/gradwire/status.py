@@ -28,7 +28,7 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print the state as JSON.")] = False,
 ) -> None:
     """Show where a run stands: round, phase and its reason, workers, losses, bytes."""
-    answer = background.run(_get_run(address))
+    answer = get_run(address)
     if json:
         text = json_format.MessageToJson(
             answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -44,6 +44,11 @@ def health(address: Address) -> None:
     print(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         raise typer.Exit(1)
+
+
+def get_run(address: str) -> pb.GetRunResponse:
+    """The run at an address. Raises Unavailable if nobody answers within 10 s."""
+    return background.run(_get_run(address))
 
 
 def show(answer: pb.GetRunResponse, console: Console) -> None:
