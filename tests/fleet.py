@@ -1,25 +1,24 @@
-"""An aggregator and some workers in this process: workers are threads, gRPC is real."""
+"""Workers that train for real, as threads of the test process; support.py has the aggregator for them."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 import gradwire
-from gradwire import background, state
+from gradwire import state
 from gradwire.config import RunConfig, parse_config
-from gradwire.corpus import Corpus
-from gradwire_aggregator.server import Serving, serve
 
 SEED = 7
 
 
-def run_config(*, rounds: int, global_batch: int, inner_batch: int = 1, training: Any = None, **timing: Any) -> RunConfig:
+def run_config(
+    *, rounds: int, global_batch: int, inner_batch: int = 1, training: Any = None, **timing: Any
+) -> RunConfig:
     """A run on free ports of loopback; `timing` are keys of [round]."""
     values: dict[str, Any] = {
         "name": "test",
@@ -32,17 +31,6 @@ def run_config(*, rounds: int, global_batch: int, inner_batch: int = 1, training
     if training is not None:
         values["training"] = training
     return parse_config(values, source="test")
-
-
-@contextlib.contextmanager
-def aggregator(config: RunConfig, corpus: Corpus | None = None, *, token: str | None = None) -> Iterator[Serving]:
-    """Serves a run on the process's background loop."""
-    context = serve(config, corpus, token=token, grace_s=0.2)
-    serving = background.run(context.__aenter__())
-    try:
-        yield serving
-    finally:
-        background.run(context.__aexit__(None, None, None))
 
 
 def in_threads(*functions: Callable[[], Any]) -> list[Any]:

@@ -108,7 +108,7 @@ class OptimizerConfig(_Section):
     """Learning rates are functions of the round alone."""
 
     lr: float = Field(3e-3, gt=0, le=100)
-    warmup_rounds: float = Field(2.0, ge=0)
+    warmup_rounds: float = Field(2.0, ge=0, le=1 << 40)
     final_lr_fraction: float = Field(0.1, ge=0, le=1)
     weight_decay: float = Field(0.0, ge=0, le=10)
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -126,7 +126,7 @@ class CompressionConfig(_Section):
     layout: Literal["tiles", "flat"] = "tiles"
     values: Literal["bf16", "fp32"] = "bf16"
     indices: Literal["auto", "u8", "u16", "gap8"] = "auto"
-    dense_below: int = Field(4096, ge=0)  # elements
+    dense_below: int = Field(4096, ge=0, le=1 << 53)  # elements
     residual_decay: float = Field(0.95, ge=0, le=1)  # error feedback; 0: none
 
     def scheme(self, normalization: Literal["contributors", "senders"]) -> TopK:
@@ -154,7 +154,7 @@ class TrainingConfig(_Section):
     """What workers of `gradwire worker` train. A run of own scripts has no such section."""
 
     method: Method = "sparseloco"
-    evaluate_every: int = Field(2, ge=1)  # rounds between measurements on held-out data
+    evaluate_every: int = Field(2, ge=1, le=1 << 53)  # rounds between measurements on held-out data
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

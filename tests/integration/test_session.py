@@ -13,10 +13,11 @@ import grpc
 import pytest
 
 import gradwire
-from fleet import aggregator, run_config
+from fleet import run_config
 from gradwire import background, errors
 from gradwire.retry import Retry
 from gradwire.wire.channel import new_server
+from support import aggregator
 
 
 @contextmanager

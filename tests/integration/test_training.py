@@ -12,11 +12,13 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import gradwire
-from fleet import Points, aggregator, digest, in_threads, mlp, run_config, squared_error, train, weights
+from fleet import Points, digest, in_threads, mlp, run_config, squared_error, train, weights
+from gradwire import background, errors, state
 from gradwire.samples import SampleOrder
 from gradwire.status import get_run
 from gradwire.v1 import aggregation_pb2 as pb
 from gradwire_aggregator.rounds import Phase
+from support import aggregator
 
 SEED = 7
 ROUNDS = 20
@@ -106,9 +108,7 @@ def test_shares_of_different_size_are_weighted_by_their_samples() -> None:
 
 @pytest.mark.parametrize("normalization", ["contributors", "senders"])
 def test_top_k_of_everything_equals_dense(normalization: Any) -> None:
-    scheme = gradwire.TopK(
-        k=16, chunk=16, layout="flat", values="fp32", dense_below=0, normalization=normalization
-    )
+    scheme = gradwire.TopK(k=16, chunk=16, layout="flat", values="fp32", dense_below=0, normalization=normalization)
 
     def top_k(model: nn.Module, session: gradwire.Session) -> Any:
         return gradwire.DistributedOptimizer(sgd(model.parameters()), session, model=model, scheme=scheme)
@@ -117,7 +117,8 @@ def test_top_k_of_everything_equals_dense(normalization: Any) -> None:
     for make in (top_k, dense(sgd)):
         with aggregator(run_config(rounds=10, global_batch=16, min_workers=2)) as serving:
             one, _ = in_threads(
-                lambda: train(serving.address, "a", make), lambda: train(serving.address, "b", make)  # noqa: B023
+                lambda: train(serving.address, "a", make),
+                lambda: train(serving.address, "b", make),  # noqa: B023
             )
         results.append(one)
     if normalization == "contributors":
@@ -133,9 +134,7 @@ def test_error_feedback_sends_what_was_left_behind() -> None:
     def final_loss(decay: float) -> float:
         def make(model: nn.Module, session: gradwire.Session) -> Any:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            return gradwire.DistributedOptimizer(
-                optimizer, session, model=model, scheme=scheme, residual_decay=decay
-            )
+            return gradwire.DistributedOptimizer(optimizer, session, model=model, scheme=scheme, residual_decay=decay)
 
         with aggregator(run_config(rounds=60, global_batch=32)) as serving:
             model = train(serving.address, "a", make, batch_size=32)
@@ -169,7 +168,7 @@ def test_sparseloco_weights_and_buffers_are_bit_identical_on_all_workers_at_ever
         if session.batch.index == 0:
             # The integer counter of BatchNorm is each worker's own.
             tensors = {k: v for k, v in model.state_dict().items() if v.is_floating_point()}
-            seen[session.round].add(gradwire.state.digest(tensors))
+            seen[session.round].add(state.digest(tensors))
 
     make = sparseloco(scheme=gradwire.TopK(k=4, chunk=64, dense_below=16, normalization="senders"))
     with aggregator(run_config(rounds=12, global_batch=48, inner_batch=8, min_workers=3)) as serving:
@@ -209,9 +208,7 @@ def test_a_late_joiner_catches_up_and_ends_with_the_same_weights(make: Any) -> N
         return train(serving.address, "late", make, model=mlp(seed=99), on_batch=note)
 
     with aggregator(config) as serving:
-        first, second = in_threads(
-            lambda: train(serving.address, "first", make, on_batch=go), lambda: late(serving)
-        )
+        first, second = in_threads(lambda: train(serving.address, "first", make, on_batch=go), lambda: late(serving))
         contributors = [each.contributors for each in serving.run.record.rounds]
         assert serving.run.store.snapshots[0].round > 0  # so it didn't have to start from round 0
     assert_same(first, second)
@@ -289,7 +286,7 @@ def test_a_worker_whose_lease_ended_comes_back_by_itself() -> None:
                 session._heartbeat.cancel()  # type: ignore[union-attr]
                 session._heartbeat = None
                 while serving.run.roster.members["sleepy"].present:
-                    gradwire.background.run(serving.run.changed(5))
+                    background.run(serving.run.changed(5))
                 lost.set()
 
         model = train(serving.address, "sleepy", dense(adamw), on_batch=sleep)
@@ -312,7 +309,7 @@ def test_a_new_process_takes_over_the_name_and_the_old_one_is_told() -> None:
             assert replaced.wait(30)
 
     def old(address: str) -> str:
-        with pytest.raises(gradwire.errors.Superseded) as caught:
+        with pytest.raises(errors.Superseded) as caught:
             train(address, "same", dense(adamw), on_batch=hold)
         return str(caught.value)
 
@@ -344,10 +341,10 @@ def test_a_loop_that_forgets_to_step_is_told_so() -> None:
 def test_status_tells_what_happened() -> None:
     with aggregator(run_config(rounds=3, global_batch=8)) as serving:
         train(serving.address, "a", dense(adamw))
-        state = get_run(serving.address).state
-    (worker,) = state.workers
-    assert (state.round, state.rounds, state.phase) == (3, 3, pb.PHASE_ENDED)
+        now = get_run(serving.address).state
+    (worker,) = now.workers
+    assert (now.round, now.rounds, now.phase) == (3, 3, pb.PHASE_ENDED)
     assert (worker.name, worker.accepted, worker.samples, worker.present) == ("a", 3, 24, False)
-    assert [each.round for each in state.history] == [0, 1, 2]
-    assert state.samples_counted == 24
-    assert all(each.loss > 0 for each in state.history)
+    assert [each.round for each in now.history] == [0, 1, 2]
+    assert now.samples_counted == 24
+    assert all(each.loss > 0 for each in now.history)

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from gradwire.corpus import Corpus, read_corpus
 from gradwire.errors import ConfigError
 from gradwire_worker.data import TextDataset
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def write(root: Path, files: dict[str, bytes]) -> Path:
@@ -94,9 +95,7 @@ def test_missing_and_empty_paths_are_named(tmp_path: Path) -> None:
         Corpus(b"")
 
 
-def test_unreadable_folder_is_an_error_not_a_shorter_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_folder_is_an_error_not_a_shorter_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"a": b"1", "locked/b": b"2"})
     scandir = os.scandir
 
@@ -119,9 +118,7 @@ def test_default_text_is_the_standard_library_without_its_tests() -> None:
     assert corpus == read_corpus(max_bytes=3_000_000)
 
 
-def test_default_text_leaves_out_what_is_not_the_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_text_leaves_out_what_is_not_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skipped = ["site-packages/torch", "test", "json/tests", "idlelib", "lib2to3", "__pycache__"]
     write(tmp_path, {f"{folder}/x.py": b"no" for folder in skipped})
     write(tmp_path, {"json/x.py": b"yes", "LICENSE.txt": b"no"})
@@ -130,9 +127,7 @@ def test_default_text_leaves_out_what_is_not_the_library(
     assert read_corpus().data == b"yes"
 
 
-def test_a_python_without_library_source_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_without_library_source_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path / "zipped"))
 
     with pytest.raises(ConfigError, match=r"zipped: give the path"):

@@ -6,13 +6,14 @@ import hashlib
 import struct
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from gradwire.codec import Dense, TopK
 from gradwire.errors import ManifestMismatch, ProtocolError
 from gradwire.manifest import Entry, Manifest, Role
 from gradwire.v1 import tensors_pb2 as pb
 from gradwire.wire.schemas import entry_batches, entry_from_message, entry_to_message
-from hypothesis import given
-from hypothesis import strategies as st
 
 # A fixed run, and the fingerprint it had when the layout was fixed: it is a contract between versions.
 PINNED = Manifest(
@@ -73,6 +74,7 @@ def recomputed(manifest: Manifest) -> bytes:
     return hashlib.sha256(data).digest()
 
 
+@settings(deadline=None)
 @given(MANIFESTS)
 def test_the_fingerprint_is_sha256_over_the_layout(manifest):
     assert manifest.fingerprint == recomputed(manifest)
@@ -83,6 +85,7 @@ def test_the_fingerprint_is_pinned():
     assert PINNED.fingerprint.hex() == "f815fe0edaab69982cb6fb3952bccd6c92fe2da96aa02853d2849e384dfbcf97"
 
 
+@settings(deadline=None)
 @given(MANIFESTS, MANIFESTS)
 def test_manifests_differ_just_when_their_fingerprints_do(one, other):
     assert (one.fingerprint == other.fingerprint) == (one == other)
@@ -93,6 +96,7 @@ def test_manifests_differ_just_when_their_fingerprints_do(one, other):
             one.require_same(other)
 
 
+@settings(deadline=None)
 @given(ENTRIES)
 def test_an_entry_survives_its_message(entry):
     message = pb.ManifestEntry.FromString(entry_to_message(entry).SerializeToString())

@@ -3,10 +3,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from gradwire.errors import ConfigError
-from gradwire.samples import SampleOrder
 from hypothesis import given
 from hypothesis import strategies as st
+
+from gradwire.errors import ConfigError
+from gradwire.samples import SampleOrder
 
 
 def test_pinned_order() -> None:

@@ -1,10 +1,11 @@
 import math
 
 import pytest
-from gradwire.errors import ConfigError
-from gradwire.schedule import learning_rate
 from hypothesis import given
 from hypothesis import strategies as st
+
+from gradwire.errors import ConfigError
+from gradwire.schedule import learning_rate
 
 RUN = {"rounds": 20, "peak": 3e-3, "warmup_rounds": 2.0, "final_fraction": 0.1}
 

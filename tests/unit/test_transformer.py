@@ -6,11 +6,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from gradwire.config import ModelConfig
 from gradwire.errors import ConfigError
 from gradwire_worker.models import Transformer, build
 from gradwire_worker.models.transformer import RMSNorm, Rotary, rotate
-from torch import Tensor
 
 SMALL = ModelConfig(dim=32, layers=2, heads=2, context=16)
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 20
@@ -176,8 +177,7 @@ def test_init_is_narrower_where_it_writes_to_the_residual_stream() -> None:
 def test_generate_returns_new_bytes_and_repeats_with_its_generator() -> None:
     model = small()
     drawn = [
-        model.generate(b"import os", length=40, generator=torch.Generator().manual_seed(seed))
-        for seed in (1, 1, 2)
+        model.generate(b"import os", length=40, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
     ]
 
     assert isinstance(drawn[0], bytes)

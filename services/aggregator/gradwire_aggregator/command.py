@@ -15,6 +15,7 @@ import typer
 from gradwire import background
 from gradwire.config import RunConfig, read_config
 from gradwire.corpus import Corpus, read_corpus
+from gradwire.errors import GradwireError
 from gradwire.signals import stop_event
 from gradwire.wire.calls import TOKEN_VARIABLE, token_from_environment
 from gradwire_aggregator.server import serve
@@ -57,7 +58,10 @@ async def _serve(config: RunConfig, corpus: Corpus | None) -> None:
         run = serving.run
         ended = asyncio.create_task(run.wait_until_over())
         stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({ended, stopped, serving.driver}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.driver.done():
+            log.critical("the run can't go on", exc_info=serving.driver.exception())
+            raise GradwireError("the aggregator failed inside; its log says where")
         log.info("stopping" if stop.is_set() else "the run is over and all workers have left")
         for task in (ended, stopped):
             task.cancel()

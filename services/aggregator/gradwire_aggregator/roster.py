@@ -9,6 +9,7 @@ from gradwire.errors import SessionExpired, Superseded
 
 # Weight of the newest measurement in a worker's speed.
 SPEED_SMOOTHING: Final = 0.5
+FASTEST: Final = 1e9  # samples per second
 
 
 @dataclass
@@ -57,19 +58,20 @@ class Roster:
         """
         name = self._sessions.get(session)
         if name is None:
-            raise SessionExpired("the aggregator doesn't know this session, or its lease ended")
+            raise SessionExpired("the aggregator doesn't know this session")
         member = self.members[name]
         if member.session != session:
             raise Superseded(
                 f"another process has joined as {name!r}; if that was not meant, give this worker another --name"
             )
+        if not member.present:
+            raise SessionExpired(f"the lease of {name!r} ended")
         member.heard_s = now
         return member
 
     def leave(self, member: Member) -> None:
-        """Ends a session."""
+        """Ends a session. It stays known, so that a process that slept through its end learns who took its place."""
         member.present = False
-        self._sessions.pop(member.session, None)
 
     def expire(self, now: float) -> list[Member]:
         """Ends the sessions whose lease is over, and returns their members."""
@@ -84,8 +86,8 @@ class Roster:
 
     def measured(self, name: str, *, samples: int, seconds: float) -> None:
         """Takes a measurement of a worker's speed into its exponential average."""
-        if seconds <= 0:
-            return
+        if not seconds > samples / FASTEST:
+            return  # no machine is so fast: a clock was wrong
         member, speed = self.members[name], samples / seconds
         before = member.samples_per_second
         member.samples_per_second = speed if before is None else before + SPEED_SMOOTHING * (speed - before)

@@ -3,6 +3,7 @@
     waiting --min_workers ready--> open: shares handed out
     open --every assignment settled, at least min_workers answered--> averaging
     open --deadline, at least min_workers answered--> averaging (the rest are late)
+    open --deadline, too few answered--> open; the shares of the late go to those who wait for work
     averaging --finish--> the next round waits, or the run has ended
 
 `decide` returns the phase and its reason in words; the reason is what logs, `gradwire status` and the page show.
@@ -60,6 +61,7 @@ class Assignment:
     id: int
     worker: str
     ranges: tuple[Range, ...]
+    due_s: float = math.inf
     outcome: Outcome = Outcome.PENDING
     crc32: int = 0
     reason: str = ""
@@ -139,7 +141,8 @@ class Rounds:
     def standing(self, worker: str, round_: int, assignment_id: int, crc32: int | None = None) -> tuple[Verdict, str]:
         """What a contribution would be told if it were committed now."""
         if round_ != self.number:
-            return Verdict.LATE, f"round {round_} is over; the current one is {self.number}"
+            tense = "is over" if round_ < self.number else "is still to come"
+            return Verdict.LATE, f"round {round_} {tense}; the current one is {self.number}"
         assignment = self.assignments.get(assignment_id)
         if assignment is None or assignment.worker != worker:
             return Verdict.LATE, f"assignment {assignment_id} of round {round_} is not {worker}'s"
@@ -178,8 +181,10 @@ class Rounds:
             if enough and (not self._missing(speeds) or now >= self._gathered_s()):
                 self._open(now, speeds)
         if self.phase is Phase.OPEN:
-            self._hand_out_returned(speeds)
-            if self._answers() >= self._quorum and (now >= self._deadline_s() or not self._open_ones()):
+            if not self._may_close(now):
+                self._take_from_the_overdue(now, speeds)
+                self._hand_out_returned(now, speeds)
+            if self._may_close(now):
                 self._close(now)
         return self.explain(now, speeds)
 
@@ -239,17 +244,17 @@ class Rounds:
         self.phase, self.opened_s, self._returned = Phase.OPEN, now, 0
         self._regulars = set(self.ready)
         chosen = {name: speeds[name] if self.policy.by_speed else None for name in self.ready}
-        self._hand_out(self.plan.split(self.policy.global_batch, chosen), fresh=True)
+        self._hand_out(self.plan.split(self.policy.global_batch, chosen), now, fresh=True)
         self._quorum = min(self.policy.min_workers, len(self.assignments))
 
-    def _hand_out(self, shares: Mapping[str, int], *, fresh: bool) -> None:
+    def _hand_out(self, shares: Mapping[str, int], now: float, *, fresh: bool) -> None:
         for worker, samples in sorted(shares.items()):
             if not samples:
                 continue
             number = next(self._ids)
             ranges = self.plan.take(number, samples, fresh=fresh)
             if ranges:
-                self.assignments[number] = Assignment(number, worker, ranges)
+                self.assignments[number] = Assignment(number, worker, ranges, now + self.policy.deadline_s)
                 self.ready.discard(worker)
 
     def _answers(self) -> int:
@@ -257,6 +262,12 @@ class Rounds:
 
     def _open_ones(self) -> list[Assignment]:
         return [a for a in self.assignments.values() if a.outcome is Outcome.PENDING]
+
+    def _may_close(self, now: float) -> bool:
+        open_ones = self._open_ones()
+        if not open_ones and not self._returned:
+            return True  # whoever is asked has answered, and there is no share left to ask another with
+        return self._answers() >= self._quorum and (now >= self._deadline_s() or not open_ones)
 
     def _deadline_s(self) -> float:
         return self.opened_s + self.policy.deadline_s
@@ -270,18 +281,28 @@ class Rounds:
             self.phase, f"{progress}, {self._quorum} needed; the deadline passed {now - deadline:.0f} s ago"
         )
 
-    def _hand_out_returned(self, speeds: Speeds) -> None:
+    def _take_from_the_overdue(self, now: float, speeds: Speeds) -> None:
+        """Past the deadline, and too few have answered: if others wait for work, the shares of the slow go to them."""
+        if now >= self._deadline_s() and self.ready & speeds.keys():
+            for assignment in self._open_ones():
+                if now >= assignment.due_s:
+                    self._settle(assignment, Outcome.REVOKED, self._late())
+
+    def _hand_out_returned(self, now: float, speeds: Speeds) -> None:
         waiting = {name: speeds[name] for name in self.ready if name in speeds}
         if self._returned and waiting:
             shares = self.plan.split(self._returned, waiting)
             self._returned = 0
             self._regulars |= waiting.keys()
-            self._hand_out(shares, fresh=False)
+            self._hand_out(shares, now, fresh=False)
 
     def _close(self, now: float) -> None:
         for assignment in self._open_ones():
-            self._settle(assignment, Outcome.REVOKED, f"late: nothing came within {self.policy.deadline_s:g} s")
+            self._settle(assignment, Outcome.REVOKED, self._late())
         self.phase, self.closed_s = Phase.AVERAGING, now
+
+    def _late(self) -> str:
+        return f"late: nothing came within {self.policy.deadline_s:g} s"
 
     def _settle(self, assignment: Assignment, outcome: Outcome, reason: str) -> None:
         assignment.outcome, assignment.reason = outcome, reason

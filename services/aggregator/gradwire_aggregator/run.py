@@ -95,9 +95,11 @@ class Run:
             now = time.monotonic()
             for member in self.roster.expire(now):
                 self._gone(member, f"not heard of for {self.config.round.lease_s:g} s")
-            before = self.rounds.phase
+            before, assigned = self.rounds.phase, len(self.rounds.assignments)
             decision = self.rounds.decide(now, self._speeds())
             self._note_phase(before, decision)
+            if len(self.rounds.assignments) != assigned:
+                self.announce()
             if decision.phase is Phase.AVERAGING:
                 await self._average()
                 continue
@@ -194,12 +196,14 @@ class Run:
 
     def must_publish(self, member: Member) -> bool:
         """Whether this worker is the one whose first weights become the run's."""
-        if self.store.snapshot is not None:
-            return False
-        asked = self.roster.members.get(self._publisher)
-        if asked is None or not asked.present or asked.name == member.name:
+        if self.lacks_publisher():
             self._publisher = member.name
-        return self._publisher == member.name
+        return self.store.snapshot is None and self._publisher == member.name
+
+    def lacks_publisher(self) -> bool:
+        """Whether there is no snapshot yet, and the worker that was asked for the first one is gone."""
+        asked = self.roster.members.get(self._publisher)
+        return self.store.snapshot is None and (asked is None or not asked.present)
 
     def wants_snapshot(self, member: Member) -> bool:
         """Whether this worker, with the weights of the current round, is to publish them. Asks one worker at a time."""

@@ -35,6 +35,7 @@ class Serving:
     run: Run
     address: str  # HOST:PORT that workers connect to
     metrics_address: str  # HOST:PORT of /metrics; empty where there is none
+    driver: asyncio.Task[None]  # ends only if it failed, and then the run can't go on
 
 
 @contextlib.asynccontextmanager
@@ -66,9 +67,8 @@ async def serve(
         for name in ("", SERVICE):
             await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
         driver = asyncio.create_task(run.drive())
-        driver.add_done_callback(_report)
         try:
-            yield Serving(run, f"{host}:{port}", metrics_address)
+            yield Serving(run, f"{host}:{port}", metrics_address, driver)
         finally:
             await checks.enter_graceful_shutdown()
             driver.cancel()
@@ -99,8 +99,3 @@ def _in_use(key: str, address: str) -> str:
         f"{key} = {address!r}: can't listen there; another program may use the port, or the address may not be this "
         "machine's. Choose another port (0 takes a free one), or stop the other program"
     )
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.critical("the round's driver failed; the run can't go on", exc_info=task.exception())

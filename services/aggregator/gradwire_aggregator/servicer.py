@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import AsyncIterator
 from typing import Final
 
 from google.protobuf import struct_pb2
 
-from gradwire.errors import ConfigError, MalformedTensor, ManifestMismatch, ProtocolError
+from gradwire.errors import ConfigError, MalformedTensor, ManifestMismatch, ProtocolError, SessionExpired
 from gradwire.manifest import Entry, Manifest
 from gradwire.v1 import aggregation_pb2 as pb
 from gradwire.wire.calls import slices
@@ -197,6 +198,8 @@ class Servicer:
             yield pb.FetchSnapshotResponse(note=run.reason())
             await run.changed(PATIENCE_S)
             run.hear(request.session)
+            if run.lacks_publisher():
+                raise SessionExpired("the worker that was to publish the first weights has left; join again")
         yield pb.FetchSnapshotResponse(
             header=pb.SnapshotHeader(round=snapshot.round, size=snapshot.size, sha256=snapshot.sha256)
         )
@@ -241,6 +244,7 @@ class Servicer:
         pending = run.rounds.assignments[header.assignment]
         if header.samples != pending.samples:
             raise MalformedTensor(f"the header says {header.samples} samples, the assignment has {pending.samples}")
+        _check_numbers(header)
         reader = PartReader(run.manifest, absent=header.absent, aggregate=False)
         async for request in requests:
             run.hear(header.session)
@@ -267,6 +271,15 @@ class Servicer:
             if verdict is Verdict.LATE:
                 return reason
         raise ProtocolError("the contribution ended without a commit: it counts as never sent")
+
+
+def _check_numbers(header: pb.ContributeHeader) -> None:
+    """Raises MalformedTensor unless every number of a header is finite: they would become everybody's."""
+    numbers = {"loss": header.loss, "held_out_loss": header.held_out_loss, "train_seconds": header.train_seconds}
+    numbers |= {f"learning_rates[{n}]": rate for n, rate in enumerate(header.learning_rates)}
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise MalformedTensor(f"the header says {name} = {value}, which is not finite")
 
 
 async def _read_join(requests: AsyncIterator[pb.JoinRequest], run: str) -> tuple[pb.JoinHeader, Manifest]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -11,6 +12,9 @@ from gradwire.v1 import aggregation_pb2 as pb
 from gradwire_aggregator.roster import Member
 from gradwire_aggregator.rounds import Phase
 from gradwire_aggregator.run import Run
+
+MAX_WORKERS: Final = 500
+MAX_WORDS: Final = 128  # of 4 bytes at most
 
 _PHASES: Final = {
     Phase.WAITING: pb.PHASE_WAITING,
@@ -28,7 +32,7 @@ def run_state(run: Run, *, metrics_address: str) -> pb.RunState:
         rounds=run.config.rounds,
         phase=_PHASES[run.rounds.phase],
         reason=run.reason(),
-        workers=[_worker(run, member) for _, member in sorted(run.roster.members.items())],
+        workers=[_worker(run, member) for member in _shown(run.roster.members.values())],
         history=[
             pb.RoundRecord(
                 round=each.round,
@@ -53,14 +57,20 @@ def run_state(run: Run, *, metrics_address: str) -> pb.RunState:
     )
 
 
+def _shown(members: Iterable[Member]) -> list[Member]:
+    """By name, those that are in and those heard of last, so that the message stays within its bound."""
+    latest = sorted(members, key=lambda member: (member.present, member.heard_s), reverse=True)[:MAX_WORKERS]
+    return sorted(latest, key=lambda member: member.name)
+
+
 def _worker(run: Run, member: Member) -> pb.WorkerState:
     record = run.record.workers[member.name]
     pending = run.rounds.pending(member.name)
     return pb.WorkerState(
         name=member.name,
-        device=member.device,
+        device=member.device[:MAX_WORDS],
         present=member.present,
-        activity=member.activity,
+        activity=member.activity[:MAX_WORDS],
         samples_per_second=member.samples_per_second or 0.0,
         share=pending.samples if pending is not None else 0,
         idle_seconds=max(0.0, time.monotonic() - member.heard_s),
@@ -68,7 +78,7 @@ def _worker(run: Run, member: Member) -> pb.WorkerState:
         download_bytes=record.download_bytes,
         accepted=record.accepted,
         refused=record.refused,
-        last_refusal=record.last_refusal,
+        last_refusal=record.last_refusal[:MAX_WORDS],
         loss=record.loss,
         samples=record.samples,
     )

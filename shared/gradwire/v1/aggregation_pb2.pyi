@@ -355,7 +355,7 @@ class RunState(_message.Message):
     """Loss of the final weights on held-out data."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerState]:
-        """All workers that ever joined, by name."""
+        """The workers that are in, and those heard of last, by name; at most 500."""
 
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundRecord]:

@@ -87,14 +87,14 @@ class PartReader:
         if number >= len(self._manifest):
             raise MalformedTensor(f"a part is of tensor {number}, and the manifest has {len(self._manifest)}")
         entry = self._manifest.entries[number]
+        if self._joiner is not None and number != self._pending[self._next]:
+            self._finish_tensor()
         try:
             self._add(number, entry, message)
         except MalformedTensor as error:
             raise MalformedTensor(f"{entry.name}: {error}") from error
 
     def _add(self, number: int, entry: Entry, message: pb.Part) -> None:
-        if self._joiner is not None and number != self._pending[self._next]:
-            self._finish_tensor()
         if self._next == len(self._pending) or number != self._pending[self._next]:
             raise MalformedTensor("a part out of order: tensors come once each, in manifest order, none left out")
         if self._joiner is None:
@@ -165,6 +165,8 @@ def _to_piece(entry: Entry, message: pb.Part, *, aggregate: bool) -> Piece:
     packed = message.packing == pb.PACKING_ZSTD
     if not packed and message.packing != pb.PACKING_NONE:
         raise MalformedTensor(f"packing {message.packing} is unknown")
+    if message.count > PAYLOAD_BYTES // _width(entry):  # at least one value each
+        raise MalformedTensor(f"a part of {message.count} chunks or elements is over the {PAYLOAD_BYTES} bytes allowed")
     counts = _field(message.counts, packed=packed, at_most=PAYLOAD_BYTES)
     limit = bounds(
         entry.scheme,

@@ -36,7 +36,7 @@ def unpack(frame: bytes, *, at_most: int) -> bytes:
         if size > at_most:  # also where the frame doesn't say: that is 2^64 - 1
             raise MalformedTensor(f"a packed field claims {size} bytes where at most {at_most} can be")
         if size == 0:
-            return b""
+            raise MalformedTensor("a packed field is empty; what is empty travels as no bytes at all")
         data: bytes = _local.decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise MalformedTensor(f"a packed field can't be unpacked: {error}") from error

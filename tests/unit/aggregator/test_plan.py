@@ -5,10 +5,11 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from gradwire_aggregator.plan import Plan, RangeSet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from gradwire_aggregator.plan import Plan, RangeSet
 
 ATTEMPTS = 3
 

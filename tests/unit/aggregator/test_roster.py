@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from gradwire.errors import SessionExpired, Superseded
-from gradwire_aggregator.roster import Roster
 from hypothesis import given
 from hypothesis import strategies as st
+
+from gradwire.errors import SessionExpired, Superseded
+from gradwire_aggregator.roster import Roster
 
 LEASE_S = 10.0
 FIRST, SECOND = b"incarnation one.", b"incarnation two."

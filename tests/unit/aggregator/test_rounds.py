@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from gradwire_aggregator.plan import Plan
-from gradwire_aggregator.rounds import Outcome, Phase, Policy, Rounds, Verdict
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from gradwire_aggregator.plan import Plan
+from gradwire_aggregator.rounds import Outcome, Phase, Policy, Rounds, Verdict
 
 
 class Play:
@@ -263,7 +264,7 @@ def test_the_next_round_gets_what_was_late_first(opened):
 
 
 def test_a_share_that_comes_back_at_the_deadline_is_not_handed_out_just_to_be_revoked(opened):
-    # dan has waited all the while; the round is over before he could have trained anything, and nobody may call him late.
+    # dan has waited all the while. The round is over before he could train anything: nobody may call him late.
     opened.commit("ann")
     opened.commit("bob")
     opened.ready("dan")
@@ -330,7 +331,7 @@ def test_a_restarted_worker_gets_its_own_share_back(opened):
 
 
 def test_a_round_ends_though_the_samples_of_a_lost_share_are_given_up():
-    # Two have to answer; bob's share is given up at its first loss, so there is nothing left that a second could answer for.
+    # Two have to answer, and bob's share is given up at its first loss: nothing is left for a second to answer for.
     play = Play(min_workers=2, attempts=1)
     play.ready("ann", "bob")
     play.decide(100.0)
@@ -568,9 +569,7 @@ class RoundsUnderFire(RuleBasedStateMachine):
         min_workers=st.integers(1, 3), batch=st.integers(1, 7), attempts=st.integers(1, 3), by_speed=st.booleans()
     )
     def start(self, min_workers, batch, attempts, by_speed):
-        self.play = Play(
-            min_workers=min_workers, rounds=6, global_batch=batch, attempts=attempts, by_speed=by_speed
-        )
+        self.play = Play(min_workers=min_workers, rounds=6, global_batch=batch, attempts=attempts, by_speed=by_speed)
         self.now = 0.0
         self.number = 0
         self.phase = Phase.WAITING

@@ -8,10 +8,11 @@ import tracemalloc
 import numpy as np
 import pytest
 import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
 from gradwire.errors import MalformedTensor
 from gradwire.wire.packing import from_planes, pack, planes, unpack
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 BOMB = 64 << 20
 
@@ -33,8 +34,7 @@ def bomb():
     return frame
 
 
-@given(st.binary(max_size=4096))
-@example(b"")
+@given(st.binary(min_size=1, max_size=4096))
 def test_what_is_packed_unpacks_to_the_same_bytes(data):
     frame = pack(data)
     assert unpack(frame, at_most=len(data)) == data
@@ -83,6 +83,11 @@ def test_bytes_behind_a_frame_are_refused():
         unpack(pack(b"abc") + b"x", at_most=100)
     with pytest.raises(MalformedTensor):
         unpack(pack(b"abc") + pack(b"def"), at_most=100)
+
+
+def test_a_frame_of_nothing_is_refused():
+    with pytest.raises(MalformedTensor):  # what is empty travels as no bytes at all
+        unpack(pack(b""), at_most=100)
 
 
 def test_bytes_behind_an_empty_frame_are_refused():

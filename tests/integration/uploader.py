@@ -1,0 +1,35 @@
+"""A worker that gets a share, sends half of its contribution, says so, and then hangs until it is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry
+
+import gradwire
+from gradwire import device as devices
+from gradwire.session import Session
+from gradwire.v1 import aggregation_pb2 as pb
+from gradwire_worker.metrics import Metrics
+from gradwire_worker.trainer import Trainer
+
+
+async def half(self: Session, header: pb.ContributeHeader, messages: list[Any]) -> pb.ContributeResponse:
+    header.session = self._session
+    call = self._stub.Contribute(metadata=self._metadata)
+    await call.write(pb.ContributeRequest(header=header))
+    for message in messages[: len(messages) // 2]:
+        await call.write(message)
+    print(f"half of round {header.round} is sent", flush=True)
+    await asyncio.Event().wait()
+    raise AssertionError("never reached")
+
+
+Session._contribute = half  # type: ignore[method-assign]
+torch.set_num_threads(1)
+session = gradwire.connect(sys.argv[1], worker=sys.argv[2])
+
+Trainer(session, devices.pick("cpu"), Metrics(CollectorRegistry())).run()
