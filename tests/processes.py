@@ -22,6 +22,7 @@ rounds = {rounds}
 [batch]
 global_batch = 16
 inner_batch = 4
+shares = "fixed"
 [round]
 min_workers = {min_workers}
 deadline_s = {deadline_s}

@@ -113,14 +113,12 @@ def test_top_k_of_everything_equals_dense(normalization: Any) -> None:
     def top_k(model: nn.Module, session: gradwire.Session) -> Any:
         return gradwire.DistributedOptimizer(sgd(model.parameters()), session, model=model, scheme=scheme)
 
-    results = []
-    for make in (top_k, dense(sgd)):
+    def two_workers(make: Any) -> nn.Module:
         with aggregator(run_config(rounds=10, global_batch=16, min_workers=2)) as serving:
-            one, _ = in_threads(
-                lambda: train(serving.address, "a", make),
-                lambda: train(serving.address, "b", make),  # noqa: B023
-            )
-        results.append(one)
+            model, _ = in_threads(lambda: train(serving.address, "a", make), lambda: train(serving.address, "b", make))
+        return model
+
+    results = [two_workers(top_k), two_workers(dense(sgd))]
     if normalization == "contributors":
         assert_same(*results)
     else:
