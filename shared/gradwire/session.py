@@ -18,13 +18,13 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-import grpc
 from google.protobuf import json_format
 from grpc import aio
 
 from gradwire import background, device, state
+from gradwire.client import Client, Collected, Download
 from gradwire.config import RunConfig, parse_config
 from gradwire.errors import (
     RETRYABLE,
@@ -40,20 +40,14 @@ from gradwire.exchange import Aggregate, Contribution, Replica, Share
 from gradwire.loader import Batch, Dataset, share_batches
 from gradwire.retry import Retry
 from gradwire.v1 import aggregation_pb2 as pb
-from gradwire.v1.aggregation_pb2_grpc import AggregationServiceStub
 from gradwire.wire import calls
-from gradwire.wire.channel import PROTOCOL, open_channel
-from gradwire.wire.messages import PartReader, Tally, absent_positions, write_parts
-from gradwire.wire.schemas import entry_batches
-
-if TYPE_CHECKING:  # the generated module has them for type checkers only
-    from gradwire.v1.aggregation_pb2_grpc import AggregationServiceAsyncStub
+from gradwire.wire.channel import PROTOCOL
+from gradwire.wire.messages import Tally, absent_positions, write_parts
 
 log = logging.getLogger("gradwire.session")
 
 T = TypeVar("T")
 
-UNARY_TIMEOUT_S = 30.0  # well above the few seconds for which Begin may wait
 SAME_NOTE_EVERY_S = 10.0
 
 
@@ -114,7 +108,7 @@ class Session:
         self.evaluate_last = False  # whether the run wants to hear the final weights' loss on held-out data
         self.held_out_loss: float | None = None
         self._data_sha256 = data_sha256
-        self._metadata = calls.metadata(token)
+        self._client = Client(address, token)
         self._on_phase = on_phase
         self._incarnation = secrets.token_bytes(16)
         self._retry = Retry()
@@ -135,8 +129,8 @@ class Session:
         """Opens the channel and reads the run's config."""
         if give_up_after_s is not None:
             self._retry = Retry(give_up_after_s)
-        self._stub: AggregationServiceAsyncStub = background.run(self._connect())
-        answer = self._call("GetRun", lambda: self._stub.GetRun(pb.GetRunRequest(), **self._options()))
+        background.run(self._client.open())
+        answer = self._call("GetRun", self._client.get_run)
         if answer.protocol != PROTOCOL:
             raise ManifestMismatch(
                 f"{self.address} speaks protocol version {answer.protocol}, this worker {PROTOCOL}: install the same "
@@ -212,7 +206,7 @@ class Session:
         replica = self._joined()
         while True:
             with self.phase("wait"):
-                answer = self._call("Begin", self._begin)
+                answer = self._call("Begin", lambda: self._client.begin(self._session, self.round))
             if answer.publish_snapshot:
                 self._publish_in_background(replica)
             match answer.order:
@@ -252,8 +246,13 @@ class Session:
             ]
         messages.append(pb.ContributeRequest(commit=tally.commit()))
         self._activity = f"uploading round {share.round}"
+
+        def attempt() -> Awaitable[pb.ContributeResponse]:
+            header.session = self._session  # it may be another than at the last try
+            return self._client.contribute(header, messages)
+
         with self.phase("upload"):
-            verdict = self._call("Contribute", lambda: self._contribute(header, messages))
+            verdict = self._call("Contribute", attempt)
         self.traffic.upload_bytes += tally.wire_bytes
         self._settle(verdict, replica)
 
@@ -262,16 +261,11 @@ class Session:
         replica, share = self._joined(), self._require_share()
         log.warning("no contribution to round %d: %s", share.round, reason)
 
-        def message() -> pb.Abstain:
-            return pb.Abstain(
-                session=self._session,
-                round=share.round,
-                assignment=share.assignment,
-                reason=reason[:1000],
+        def attempt() -> Awaitable[pb.ContributeResponse]:
+            message = pb.Abstain(
+                session=self._session, round=share.round, assignment=share.assignment, reason=reason[:1000]
             )
-
-        async def attempt() -> pb.ContributeResponse:
-            return await self._stream(self._stub.Contribute, [pb.ContributeRequest(abstain=message())])
+            return self._client.abstain(message)
 
         self._settle(self._call("Contribute", attempt), replica)
 
@@ -280,13 +274,7 @@ class Session:
         if self.data is None:
             raise GradwireError(f"run {self.run!r} has no corpus: its workers bring their own data")
         received = bytearray()
-
-        async def attempt() -> None:
-            stream = self._stub.FetchData(pb.FetchDataRequest(offset=len(received)), metadata=self._metadata)
-            async for message in stream:
-                received.extend(message.data)
-
-        self._call("FetchData", attempt)
+        self._call("FetchData", lambda: self._client.fetch_data(received))
         if hashlib.sha256(received).digest() != self.data.sha256:
             raise GradwireError(f"the corpus from {self.address} arrived damaged; start the worker again")
         return bytes(received)
@@ -319,9 +307,6 @@ class Session:
 
     # One round.
 
-    def _begin(self) -> Awaitable[pb.BeginResponse]:
-        return self._stub.Begin(pb.BeginRequest(session=self._session, round=self.round), **self._options())
-
     def _settle(self, verdict: pb.ContributeResponse, replica: Replica) -> None:
         if verdict.verdict in (pb.VERDICT_LATE, pb.VERDICT_REJECTED):
             name = pb.Verdict.Name(verdict.verdict).removeprefix("VERDICT_")
@@ -337,61 +322,36 @@ class Session:
     def _collect_and_apply(self, replica: Replica) -> None:
         self._activity = f"collecting round {self.round}"
         number = self.round
+
+        def attempt() -> Awaitable[Collected]:
+            return self._client.collect(
+                self._session, number, replica.manifest, lambda note: self._say(f"round {number}: {note}")
+            )
+
         try:
-            aggregate = self._call("Collect", lambda: self._collect(replica, number))
+            collected = self._call("Collect", attempt)
         except RoundGone as error:
             log.warning("%s; loading the newest snapshot", error)
             self._load_snapshot(replica)
         else:
+            self.traffic.download_bytes += collected.wire_bytes
+            self._spent("wait", collected.wait_s)
+            self._spent("download", collected.download_s)
             with self.phase("apply"):
-                replica.apply(aggregate)
+                replica.apply(self._aggregate(collected))
                 device.synchronize(replica.device)
             self.round = number + 1
         self._share = None
 
-    async def _contribute(
-        self, header: pb.ContributeHeader, messages: list[pb.ContributeRequest]
-    ) -> pb.ContributeResponse:
-        header.session = self._session
-        return await self._stream(self._stub.Contribute, [pb.ContributeRequest(header=header), *messages])
-
-    async def _collect(self, replica: Replica, number: int) -> Aggregate:
-        request = pb.CollectRequest(session=self._session, round=number)
-        stream = self._stub.Collect(request, metadata=self._metadata)
-        start = begun = time.monotonic()
-        header: pb.AggregateHeader | None = None
-        reader: PartReader | None = None
-        try:
-            async for message in stream:
-                match message.WhichOneof("kind"):
-                    case "note":
-                        self._say(f"round {number}: {message.note}")
-                    case "header":
-                        begun = time.monotonic()
-                        self._spent("wait", begun - start)
-                        header = message.header
-                        reader = PartReader(replica.manifest, absent=header.absent, aggregate=True)
-                    case "part" if reader is not None:
-                        await asyncio.to_thread(reader.add, message.part)
-                    case "commit" if reader is not None and header is not None:
-                        tensors = reader.finish(message.commit)
-                        self.traffic.download_bytes += reader.tally.wire_bytes
-                        self._spent("download", time.monotonic() - begun)
-                        return self._aggregate(header, tensors)
-                    case _:
-                        raise ProtocolError(f"{self.address} sent an aggregate out of order")
-        finally:
-            stream.cancel()
-        raise _interrupted(f"the aggregate of round {number}")
-
-    def _aggregate(self, header: pb.AggregateHeader, tensors: list[Any]) -> Aggregate:
+    def _aggregate(self, collected: Collected) -> Aggregate:
+        header = collected.header
         contributors = tuple((c.worker, c.assignment, c.samples) for c in header.contributors)
         own = (self.worker, self._share.assignment) if self._share is not None else None
         return Aggregate(
             round=header.round,
             contributors=contributors,
             counted=any((worker, assignment) == own for worker, assignment, _ in contributors),
-            tensors=tensors,
+            tensors=collected.tensors,
             loss=header.loss if header.HasField("loss") else None,
             learning_rates=tuple(header.learning_rates),
         )
@@ -401,7 +361,7 @@ class Session:
     def _join(self) -> None:
         replica = self._joined()
         with self.phase("wait"):
-            answer = self._call("Join", lambda: self._send_join(replica), rejoin=False)
+            answer = self._call("Join", lambda: self._client.join(self._join_header(replica), replica.manifest))
         if self._run_id and answer.run_id != self._run_id:
             raise RunEnded(
                 f"the aggregator at {self.address} was started anew and no longer has this run's rounds; start this "
@@ -418,9 +378,9 @@ class Session:
                 self._load_snapshot(replica)
         log.info("joined run %s at %s as %s, at round %d", self.run, self.address, self.worker, self.round)
 
-    async def _send_join(self, replica: Replica) -> pb.JoinResponse:
+    def _join_header(self, replica: Replica) -> pb.JoinHeader:
         manifest = replica.manifest
-        header = pb.JoinHeader(
+        return pb.JoinHeader(
             protocol=PROTOCOL,
             run=self.run,
             worker=self.worker,
@@ -433,41 +393,24 @@ class Session:
             round=self.round if self._run_id else None,
             run_id=self._run_id,
         )
-        batches = [pb.JoinRequest(entries=pb.ManifestEntries(entries=batch)) for batch in entry_batches(manifest)]
-        return await self._stream(self._stub.Join, [pb.JoinRequest(header=header), *batches])
 
     def _load_snapshot(self, replica: Replica) -> None:
         self._activity = "loading a snapshot"
+        download = Download()
+
+        def attempt() -> Awaitable[None]:
+            return self._client.fetch_snapshot(
+                self._session, download, lambda note: self._say(f"waiting for a snapshot: {note}")
+            )
+
         with self.phase("download"):
-            number, data = self._fetch_snapshot()
-        replica.load_state(state.unpack(data))
-        self.round = number
-        self._share = None
-
-    def _fetch_snapshot(self) -> tuple[int, bytes]:
-        received = bytearray()
-        header = pb.SnapshotHeader()
-
-        async def attempt() -> None:
-            request = pb.FetchSnapshotRequest(session=self._session, offset=len(received), sha256=header.sha256)
-            async for message in self._stub.FetchSnapshot(request, metadata=self._metadata):
-                match message.WhichOneof("kind"):
-                    case "note":
-                        self._say(f"waiting for a snapshot: {message.note}")
-                    case "header":
-                        if message.header.sha256 != header.sha256:
-                            received.clear()
-                            header.CopyFrom(message.header)
-                    case "data":
-                        received.extend(message.data)
-            if len(received) < header.size or not header.sha256:
-                raise _interrupted("a snapshot")
-
-        self._call("FetchSnapshot", attempt)
-        self.traffic.download_bytes += len(received)
-        if hashlib.sha256(received).digest() != header.sha256:
+            self._call("FetchSnapshot", attempt)
+        self.traffic.download_bytes += len(download.data)
+        if not download.intact:
             raise GradwireError(f"the snapshot from {self.address} arrived damaged; start the worker again")
-        return header.round, bytes(received)
+        replica.load_state(state.unpack(bytes(download.data)))
+        self.round = download.header.round
+        self._share = None
 
     def _publish_in_background(self, replica: Replica) -> None:
         if self._publishing is not None and not self._publishing.done():
@@ -481,43 +424,19 @@ class Session:
         except aio.AioRpcError as error:  # the aggregator asks somebody again
             log.warning("the snapshot of round %d was not published: %s", number, error.details())
 
-    async def _publish(self, number: int, data: bytes) -> pb.PublishSnapshotResponse:
-        header = pb.SnapshotHeader(round=number, size=len(data), sha256=hashlib.sha256(data).digest())
-        messages = [
-            pb.PublishSnapshotRequest(session=self._session),
-            pb.PublishSnapshotRequest(header=header),
-            *(pb.PublishSnapshotRequest(data=piece) for piece in calls.slices(data)),
-        ]
-        answer = await self._stream(self._stub.PublishSnapshot, messages)
+    async def _publish(self, number: int, data: bytes) -> None:
+        await self._client.publish_snapshot(self._session, number, data)
         self.traffic.upload_bytes += len(data)
-        return answer
 
     # Calls.
 
-    async def _connect(self) -> AggregationServiceAsyncStub:
-        self._channel = open_channel(self.address)
-        return AggregationServiceStub(self._channel)
-
-    def _options(self) -> dict[str, Any]:
-        return {"metadata": self._metadata, "timeout": UNARY_TIMEOUT_S}
-
-    async def _stream(self, method: aio.StreamUnaryMultiCallable[Any, T], messages: list[Any]) -> T:
-        call = method(metadata=self._metadata)
-        try:
-            for message in messages:
-                await call.write(message)
-            await call.done_writing()
-        except (aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # it has been answered already, well or not: the answer says
-        return await call
-
-    def _call(self, name: str, attempt: Callable[[], Awaitable[T]], *, rejoin: bool = True) -> T:
+    def _call(self, name: str, attempt: Callable[[], Awaitable[T]]) -> T:
         """Runs a call to its success, through whatever passes. Raises what can't be helped by trying again."""
         while True:
             try:
                 return background.run(self._attempts(name, attempt))
             except SessionExpired as error:
-                if not rejoin or self._replica is None:
+                if self._replica is None:
                     raise
                 log.warning("%s; joining again", error)
                 self._join()
@@ -543,9 +462,8 @@ class Session:
     async def _heartbeats(self, every_s: float) -> None:
         while True:
             await asyncio.sleep(every_s)
-            request = pb.HeartbeatRequest(session=self._session, activity=self._activity[:128])
             with contextlib.suppress(aio.AioRpcError):  # whatever it is, the training thread's next call meets it
-                await self._stub.Heartbeat(request, metadata=self._metadata, timeout=2 * every_s)
+                await self._client.heartbeat(self._session, self._activity[:128], timeout_s=2 * every_s)
 
     async def _leave(self, reason: str, checkpoint: str) -> None:
         if self._publishing is not None:
@@ -559,8 +477,8 @@ class Session:
                 checkpoint=checkpoint[:1000],
             )
             with contextlib.suppress(aio.AioRpcError):
-                await self._stub.Leave(request, metadata=self._metadata, timeout=3)
-        await self._channel.close()
+                await self._client.leave(request, timeout_s=3)
+        await self._client.close()
 
     def _say(self, text: str) -> None:
         """Logs why nothing moves, but not the same over and over."""
@@ -588,9 +506,3 @@ def _share(number: int, answer: pb.BeginResponse) -> Share:
         deadline_s=answer.deadline_seconds,
         evaluate=answer.evaluate,
     )
-
-
-def _interrupted(what: str) -> aio.AioRpcError:
-    """A stream that ended early counts as one that failed, and is tried again."""
-    empty = aio.Metadata()
-    return aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, details=f"{what} ended early")

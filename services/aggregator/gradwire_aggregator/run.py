@@ -267,6 +267,12 @@ class Run:
         self._evaluating = round_
         return True
 
+    def measured_last(self, held_out_loss: float) -> None:
+        """The loss of the final weights on held-out data."""
+        self.record.final_held_out_loss = held_out_loss
+        self.metrics.held_out_loss.set(held_out_loss)
+        self._event(f"held-out loss of the final weights: {held_out_loss:.4f}")
+
     def receive(self, member: Member, assignment: int, round_: int, received: Received) -> tuple[Verdict, str]:
         """A contribution arrived whole."""
         verdict, reason = self.rounds.commit(member.name, round_, assignment, received.crc32)

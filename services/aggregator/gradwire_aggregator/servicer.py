@@ -215,9 +215,8 @@ class Servicer:
         member = run.hear(request.session)
         if request.checkpoint:
             run.record.checkpoint = request.checkpoint[:MAX_WORDS]
-        if request.HasField("held_out_loss"):
-            run.record.final_held_out_loss = request.held_out_loss
-            run.metrics.held_out_loss.set(request.held_out_loss)
+        if request.HasField("held_out_loss") and math.isfinite(request.held_out_loss):
+            run.measured_last(request.held_out_loss)
         run.leave(member, request.reason[:MAX_WORDS])
         return pb.LeaveResponse()
 
