@@ -70,7 +70,7 @@ check-proto: $(VENV)/installed-dev
 		|| { echo "$(GENERATED) is not what protos/ generates; run: make proto" >&2; exit 1; }; }
 
 lint-proto:
-	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory $(CACHE)/buf/$(BUF_VERSION) && $(BUF) lint protos; \
+	@if command -v npm >/dev/null; then $(MAKE) -s --no-print-directory $(CACHE)/buf/$(BUF_VERSION) && $(BUF) lint protos; \
 		elif [ -n "$$CI" ]; then echo "buf lint needs npm, and there is none" >&2; exit 1; \
 		else echo "buf lint is skipped: it comes through npm, and there is none"; fi
 

@@ -98,6 +98,11 @@ class Plan:
         self.pool.sort(key=lambda piece: piece.start)
         return back
 
+    @property
+    def samples_skipped(self) -> int:
+        """Samples that were given up."""
+        return sum(piece.stop - piece.start for piece in self.skipped)
+
     def split(self, samples: int, speeds: Mapping[str, float | None]) -> dict[str, int]:
         """Cuts a number of samples among workers in proportion to their speeds (samples per second).
 

@@ -85,6 +85,7 @@ class Run:
         self._asked_round = -1
         self._evaluating = -1  # the round for which somebody was asked to measure
         self._phase_since = time.monotonic()
+        self._skipped = 0
 
     # Time.
 
@@ -334,13 +335,14 @@ class Run:
         header = self._header(number, chosen, received, tensors)
         messages, size = await self.in_thread(self._serialize, header, tensors)
         await asyncio.to_thread(self.store.put_aggregate, number, messages)
-        skipped = sum(piece.stop - piece.start for piece in self.rounds.plan.skipped)
         samples = self.rounds.finish(counted=counted)
         self._received = {}
         self._finished(header, received, samples, size)
         self.metrics.samples.labels("counted").inc(samples)
-        still = sum(piece.stop - piece.start for piece in self.rounds.plan.skipped)
-        self.metrics.samples.labels("skipped").inc(max(0, still - skipped))
+        skipped = self.rounds.plan.samples_skipped
+        self.metrics.samples.labels("skipped").inc(skipped - self._skipped)
+        self._skipped = skipped
+        self._phase_since = time.monotonic()
         self.announce()
         if self.rounds.phase is Phase.ENDED:
             self._event(f"all {self.config.rounds} rounds are done")

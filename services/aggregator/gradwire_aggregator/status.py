@@ -48,7 +48,7 @@ def run_state(run: Run, *, metrics_address: str) -> pb.RunState:
         ],
         events=[pb.Event(time=_timestamp(when), text=text) for when, text in record.events],
         samples_counted=plan.counted.total,
-        samples_skipped=sum(piece.stop - piece.start for piece in plan.skipped),
+        samples_skipped=plan.samples_skipped,
         parameters=run.manifest.parameters if run.manifest is not None else 0,
         metrics_address=metrics_address,
         checkpoint=record.checkpoint,
