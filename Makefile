@@ -51,7 +51,7 @@ bench: $(VENV)/installed
 
 clean:
 	rm -rf $(VENV) $(CACHE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find shared services tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
+	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # --- generated code
 

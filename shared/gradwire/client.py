@@ -1,4 +1,4 @@
-"""The service's calls as a worker makes them, one attempt each, on the background loop. Trying again is session.py's."""
+"""The service's calls as a worker makes them, one attempt each, on the background loop. Trying again is link.py's."""
 
 from __future__ import annotations
 

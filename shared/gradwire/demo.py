@@ -75,7 +75,13 @@ def demo(
         ),
         encoding="utf-8",
     )
-    with raise_on_stop(), Processes(place).running() as processes:
+    with raise_on_stop():
+        state = _train(console, config, place, workers, device)
+        _summarize(console, state, place)
+
+
+def _train(console: Console, config: Path, place: Path, workers: int, device: list[str] | None) -> pb.RunState:
+    with Processes(place).running() as processes:
         address = processes.start_aggregator(config)
         console.print(f"aggregator at {address}; config and logs in {place}", highlight=False)
         threads = max(1, (os.cpu_count() or 1) // workers)
@@ -85,7 +91,7 @@ def demo(
         with View(console, "training").open() as view:
             state = background.run(_watch(address, view, processes))
         processes.wait()
-    _summarize(console, state, place)
+    return state
 
 
 @dataclass

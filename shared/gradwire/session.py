@@ -1,14 +1,12 @@
 """A worker's side of a run: join, begin, contribute, collect, heartbeat.
 
-Retries live here and nowhere else. Every call is safe to repeat, so whatever fails for a passing reason is simply tried
-again; a lease that ended is renewed by joining again with the weights at hand, and a worker that fell too far
-behind loads the newest snapshot. All methods are for one thread, the one that trains; gRPC runs on the background
-loop.
+Every call is safe to repeat, so whatever fails for a passing reason is simply tried again (link.py). A lease that ended
+is renewed by joining again with the weights at hand, and a worker that fell too far behind loads the newest snapshot.
+All methods are for one thread, the one that trains; gRPC runs on the background loop.
 """
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import hashlib
@@ -18,25 +16,23 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from google.protobuf import json_format
 from grpc import aio
 
 from gradwire import background, device, state
-from gradwire.client import Client, Collected, Download
+from gradwire.client import Collected, Download
 from gradwire.config import RunConfig, parse_config
 from gradwire.errors import (
-    RETRYABLE,
     GradwireError,
     ManifestMismatch,
     ProtocolError,
     RoundGone,
     RunEnded,
-    SessionExpired,
-    Unavailable,
 )
 from gradwire.exchange import Aggregate, Contribution, Replica, Share
+from gradwire.link import Link
 from gradwire.loader import Batch, Dataset, share_batches
 from gradwire.retry import Retry
 from gradwire.v1 import aggregation_pb2 as pb
@@ -45,10 +41,6 @@ from gradwire.wire.channel import PROTOCOL
 from gradwire.wire.messages import Tally, absent_positions, write_parts
 
 log = logging.getLogger("gradwire.session")
-
-T = TypeVar("T")
-
-SAME_NOTE_EVERY_S = 10.0
 
 
 @dataclass
@@ -108,29 +100,23 @@ class Session:
         self.evaluate_last = False  # whether the run wants to hear the final weights' loss on held-out data
         self.held_out_loss: float | None = None
         self._data_sha256 = data_sha256
-        self._client = Client(address, token)
+        self._link = Link(address, token, self._join)
         self._on_phase = on_phase
         self._incarnation = secrets.token_bytes(16)
-        self._retry = Retry()
-        self._session = b""
         self._run_id = b""
-        self._heartbeat: concurrent.futures.Future[None] | None = None
         self._publishing: concurrent.futures.Future[None] | None = None
-        self._activity = "starting"
         self._replica: Replica | None = None
         self._share: Share | None = None
         self._share_started = 0.0
         self._batch: Batch | None = None
-        self._note = ("", 0.0)
 
     # For the training script.
 
     def open(self, run: str | None, give_up_after_s: float | None) -> None:
         """Opens the channel and reads the run's config."""
         if give_up_after_s is not None:
-            self._retry = Retry(give_up_after_s)
-        background.run(self._client.open())
-        answer = self._call("GetRun", self._client.get_run)
+            self._link.retry = Retry(give_up_after_s)
+        answer = self._link.call("GetRun", self._link.client.get_run)
         if answer.protocol != PROTOCOL:
             raise ManifestMismatch(
                 f"{self.address} speaks protocol version {answer.protocol}, this worker {PROTOCOL}: install the same "
@@ -144,7 +130,7 @@ class Session:
         )
         self.data = answer.data if answer.HasField("data") else None
         if give_up_after_s is None:
-            self._retry = Retry(self.config.round.give_up_after_s)
+            self._link.retry = Retry(self.config.round.give_up_after_s)
 
     def join(self, replica: Replica) -> None:
         """Enters the run with a replica and brings it to the state of the others, which go on meanwhile."""
@@ -206,23 +192,23 @@ class Session:
         replica = self._joined()
         while True:
             with self.phase("wait"):
-                answer = self._call("Begin", lambda: self._client.begin(self._session, self.round))
+                answer = self._link.call("Begin", lambda: self._link.client.begin(self._link.session, self.round))
             if answer.publish_snapshot:
                 self._publish_in_background(replica)
             match answer.order:
                 case pb.ORDER_TRAIN:
                     self._share = _share(self.round, answer)
                     self._share_started = time.monotonic()
-                    self._activity = f"training round {self.round}"
+                    self._link.activity = f"training round {self.round}"
                     return self._share
                 case pb.ORDER_COLLECT:
                     self._collect_and_apply(replica)
                 case pb.ORDER_END:
                     self.evaluate_last = answer.evaluate
-                    self._activity = "done"
+                    self._link.activity = "done"
                     return None
                 case pb.ORDER_WAIT:
-                    self._say(f"waiting for round {self.round}: {answer.reason}")
+                    self._link.say(f"waiting for round {self.round}: {answer.reason}")
                 case _:
                     raise ProtocolError(f"{self.address} gave the unknown order {answer.order}")
 
@@ -245,14 +231,14 @@ class Session:
                 pb.ContributeRequest(part=part) for part in write_parts(replica.manifest, contribution.tensors, tally)
             ]
         messages.append(pb.ContributeRequest(commit=tally.commit()))
-        self._activity = f"uploading round {share.round}"
+        self._link.activity = f"uploading round {share.round}"
 
         def attempt() -> Awaitable[pb.ContributeResponse]:
-            header.session = self._session  # it may be another than at the last try
-            return self._client.contribute(header, messages)
+            header.session = self._link.session  # it may be another than at the last try
+            return self._link.client.contribute(header, messages)
 
         with self.phase("upload"):
-            verdict = self._call("Contribute", attempt)
+            verdict = self._link.call("Contribute", attempt)
         self.traffic.upload_bytes += tally.wire_bytes
         self._settle(verdict, replica)
 
@@ -263,28 +249,26 @@ class Session:
 
         def attempt() -> Awaitable[pb.ContributeResponse]:
             message = pb.Abstain(
-                session=self._session, round=share.round, assignment=share.assignment, reason=reason[:1000]
+                session=self._link.session, round=share.round, assignment=share.assignment, reason=reason[:1000]
             )
-            return self._client.abstain(message)
+            return self._link.client.abstain(message)
 
-        self._settle(self._call("Contribute", attempt), replica)
+        self._settle(self._link.call("Contribute", attempt), replica)
 
     def fetch_data(self) -> bytes:
         """The run's text corpus. Raises GradwireError if it isn't what the run's fingerprint says."""
         if self.data is None:
             raise GradwireError(f"run {self.run!r} has no corpus: its workers bring their own data")
         received = bytearray()
-        self._call("FetchData", lambda: self._client.fetch_data(received))
+        self._link.call("FetchData", lambda: self._link.client.fetch_data(received))
         if hashlib.sha256(received).digest() != self.data.sha256:
             raise GradwireError(f"the corpus from {self.address} arrived damaged; start the worker again")
         return bytes(received)
 
     def leave(self, reason: str = "finished", *, checkpoint: str = "") -> None:
         """Says goodbye, so that the share goes back at once, and closes the connection. Tries once, for 3 s."""
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
-        with contextlib.suppress(Exception):
-            background.submit(self._leave(reason, checkpoint)).result(timeout=6)
+        goodbye = pb.LeaveRequest(reason=reason[:1000], held_out_loss=self.held_out_loss, checkpoint=checkpoint[:1000])
+        self._link.close(goodbye, self._publishing)
 
     def __enter__(self) -> Session:
         return self
@@ -320,16 +304,16 @@ class Session:
             self._collect_and_apply(replica)
 
     def _collect_and_apply(self, replica: Replica) -> None:
-        self._activity = f"collecting round {self.round}"
+        self._link.activity = f"collecting round {self.round}"
         number = self.round
 
         def attempt() -> Awaitable[Collected]:
-            return self._client.collect(
-                self._session, number, replica.manifest, lambda note: self._say(f"round {number}: {note}")
+            return self._link.client.collect(
+                self._link.session, number, replica.manifest, lambda note: self._link.say(f"round {number}: {note}")
             )
 
         try:
-            collected = self._call("Collect", attempt)
+            collected = self._link.call("Collect", attempt)
         except RoundGone as error:
             log.warning("%s; loading the newest snapshot", error)
             self._load_snapshot(replica)
@@ -361,26 +345,25 @@ class Session:
     def _join(self) -> None:
         replica = self._joined()
         with self.phase("wait"):
-            answer = self._call("Join", lambda: self._client.join(self._join_header(replica), replica.manifest))
+            answer = self._link.call("Join", lambda: self._send_join(replica))
         if self._run_id and answer.run_id != self._run_id:
             raise RunEnded(
                 f"the aggregator at {self.address} was started anew and no longer has this run's rounds; start this "
                 "worker again to join the new one"
             )
-        self._session, self._run_id = answer.session, answer.run_id
-        if self._heartbeat is None:
-            self._heartbeat = background.submit(self._heartbeats(answer.heartbeat_seconds))
+        self._link.session, self._run_id = answer.session, answer.run_id
+        self._link.keep_alive(answer.heartbeat_seconds)
         match answer.start_from:
             case pb.START_FROM_PUBLISH:
                 data = state.pack(replica.state())
-                self._call("PublishSnapshot", lambda: self._publish(self.round, data))
+                self._link.call("PublishSnapshot", lambda: self._publish(self.round, data))
             case pb.START_FROM_SNAPSHOT:
                 self._load_snapshot(replica)
         log.info("joined run %s at %s as %s, at round %d", self.run, self.address, self.worker, self.round)
 
-    def _join_header(self, replica: Replica) -> pb.JoinHeader:
+    def _send_join(self, replica: Replica) -> Awaitable[pb.JoinResponse]:
         manifest = replica.manifest
-        return pb.JoinHeader(
+        header = pb.JoinHeader(
             protocol=PROTOCOL,
             run=self.run,
             worker=self.worker,
@@ -393,18 +376,19 @@ class Session:
             round=self.round if self._run_id else None,
             run_id=self._run_id,
         )
+        return self._link.client.join(header, manifest)
 
     def _load_snapshot(self, replica: Replica) -> None:
-        self._activity = "loading a snapshot"
+        self._link.activity = "loading a snapshot"
         download = Download()
 
         def attempt() -> Awaitable[None]:
-            return self._client.fetch_snapshot(
-                self._session, download, lambda note: self._say(f"waiting for a snapshot: {note}")
+            return self._link.client.fetch_snapshot(
+                self._link.session, download, lambda note: self._link.say(f"waiting for a snapshot: {note}")
             )
 
         with self.phase("download"):
-            self._call("FetchSnapshot", attempt)
+            self._link.call("FetchSnapshot", attempt)
         self.traffic.download_bytes += len(download.data)
         if not download.intact:
             raise GradwireError(f"the snapshot from {self.address} arrived damaged; start the worker again")
@@ -425,67 +409,8 @@ class Session:
             log.warning("the snapshot of round %d was not published: %s", number, error.details())
 
     async def _publish(self, number: int, data: bytes) -> None:
-        await self._client.publish_snapshot(self._session, number, data)
+        await self._link.client.publish_snapshot(self._link.session, number, data)
         self.traffic.upload_bytes += len(data)
-
-    # Calls.
-
-    def _call(self, name: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Runs a call to its success, through whatever passes. Raises what can't be helped by trying again."""
-        while True:
-            try:
-                return background.run(self._attempts(name, attempt))
-            except SessionExpired as error:
-                if self._replica is None:
-                    raise
-                log.warning("%s; joining again", error)
-                self._join()
-
-    async def _attempts(self, name: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        start, failures = time.monotonic(), 0
-        for delay in self._retry.delays():
-            try:
-                return await attempt()
-            except aio.AioRpcError as error:
-                failures += 1
-                if error.code() not in RETRYABLE:
-                    raise calls.error_from(error) from error
-                elapsed = time.monotonic() - start
-                reason = f"{name} at {self.address}: {error.code().name}: {error.details()}"
-                if self._retry.exhausted(error.code(), elapsed_s=elapsed, failures=failures):
-                    raise Unavailable(f"gave up after {elapsed:.0f} s and {failures} tries: {reason}") from error
-                left = self._retry.give_up_after_s - elapsed
-                self._say(f"cannot reach the aggregator ({reason}); trying again for up to {left:.0f} s")
-                await asyncio.sleep(delay)
-        raise Unavailable(f"{name} at {self.address} was never tried")
-
-    async def _heartbeats(self, every_s: float) -> None:
-        while True:
-            await asyncio.sleep(every_s)
-            with contextlib.suppress(aio.AioRpcError):  # whatever it is, the training thread's next call meets it
-                await self._client.heartbeat(self._session, self._activity[:128], timeout_s=2 * every_s)
-
-    async def _leave(self, reason: str, checkpoint: str) -> None:
-        if self._publishing is not None:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(asyncio.wrap_future(self._publishing), 2)
-        if self._session:
-            request = pb.LeaveRequest(
-                session=self._session,
-                reason=reason[:1000],
-                held_out_loss=self.held_out_loss,
-                checkpoint=checkpoint[:1000],
-            )
-            with contextlib.suppress(aio.AioRpcError):
-                await self._client.leave(request, timeout_s=3)
-        await self._client.close()
-
-    def _say(self, text: str) -> None:
-        """Logs why nothing moves, but not the same over and over."""
-        subject, now = text.partition(":")[0], time.monotonic()
-        if subject != self._note[0] or now - self._note[1] >= SAME_NOTE_EVERY_S:
-            self._note = (subject, now)
-            log.info(text)
 
     def _joined(self) -> Replica:
         if self._replica is None:

@@ -281,8 +281,8 @@ def test_a_worker_whose_lease_ended_comes_back_by_itself() -> None:
         def sleep(session: gradwire.Session, model: nn.Module) -> None:
             if session.round == 2 and not lost.is_set():
                 # As if the lid were closed: no heartbeat until the aggregator has given this worker up.
-                session._heartbeat.cancel()  # type: ignore[union-attr]
-                session._heartbeat = None
+                session._link._heartbeat.cancel()  # type: ignore[union-attr]
+                session._link._heartbeat = None
                 while serving.run.roster.members["sleepy"].present:
                     background.run(serving.run.changed(5))
                 lost.set()

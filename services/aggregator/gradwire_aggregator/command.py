@@ -35,7 +35,7 @@ def aggregator(
     if training is not None:
         path = Path(training.data.path) if training.data.path else None
         corpus = read_corpus(path, max_bytes=training.data.max_bytes)
-    torch.set_num_threads(1)  # tensors are averaged side by side, one thread each
+    torch.set_num_threads(1)  # averaging goes in steps too short to be shared
     loop = background.new_event_loop()
     with contextlib.closing(loop):
         loop.run_until_complete(_serve(run_config, corpus))

@@ -31,8 +31,9 @@ log = logging.getLogger("gradwire.aggregator")
 
 T = TypeVar("T")
 
-# Averaging and unpacking release the interpreter lock most of the time; more threads than this gain nothing.
-THREADS: Final = 4
+# Averaging and unpacking are made of short steps between which threads wait for the interpreter lock: more than this
+# make them slower.
+THREADS: Final = 2
 # A snapshot holds weights, buffers and optimizer state: a small multiple of the float32 weights.
 SNAPSHOT_FACTOR: Final = 8
 SNAPSHOT_SLACK_BYTES: Final = 64 << 20
@@ -350,14 +351,11 @@ class Run:
 
     async def _mean(self, received: Sequence[Received]) -> list[Encoded | None]:
         weights = [float(each.samples) for each in received]
-        entries = list(enumerate(self.manifest or ()))
+        entries = list(self.manifest or ())
         if not received:
             return [None] * len(entries)
-        jobs = [
-            self.in_thread(_mean_of, entry, [each.tensors[number] for each in received], weights)
-            for number, entry in entries
-        ]
-        return list(await asyncio.gather(*jobs))
+        # All in one thread, which is faster than in two: see THREADS.
+        return await self.in_thread(_means, entries, [each.tensors for each in received], weights)
 
     def _header(
         self,
@@ -448,5 +446,10 @@ class Run:
         log.info(text)
 
 
-def _mean_of(entry: Entry, tensors: list[Encoded | None], weights: list[float]) -> Encoded | None:
-    return codec.average(tensors, weights, scheme=entry.scheme, shape=entry.shape, name=entry.name)
+def _means(
+    entries: Sequence[Entry], contributions: Sequence[Sequence[Encoded | None]], weights: Sequence[float]
+) -> list[Encoded | None]:
+    return [
+        codec.average(tensors, weights, scheme=entry.scheme, shape=entry.shape, name=entry.name)
+        for entry, *tensors in zip(entries, *contributions, strict=True)
+    ]

@@ -14,6 +14,7 @@ from google.protobuf import struct_pb2
 from gradwire.errors import ConfigError, MalformedTensor, ManifestMismatch, ProtocolError, SessionExpired
 from gradwire.manifest import Entry, Manifest
 from gradwire.v1 import aggregation_pb2 as pb
+from gradwire.v1.tensors_pb2 import Part
 from gradwire.wire.calls import slices
 from gradwire.wire.channel import PROTOCOL
 from gradwire.wire.messages import PartReader
@@ -27,6 +28,8 @@ from gradwire_aggregator.status import run_state
 PATIENCE_S: Final = 3.0
 WATCH_EVERY_S: Final = 0.25
 MAX_WORDS: Final = 1024
+# Parts of a contribution that are unpacked at once: to change threads costs as much as to unpack a small one.
+BATCH_BYTES: Final = 256 * 1024
 
 _VERDICTS: Final = {
     Verdict.ACCEPTED: pb.VERDICT_ACCEPTED,
@@ -245,14 +248,19 @@ class Servicer:
             raise MalformedTensor(f"the header says {header.samples} samples, the assignment has {pending.samples}")
         _check_numbers(header)
         reader = PartReader(run.manifest, absent=header.absent, aggregate=False)
+        parts: list[Part] = []
+        waiting_bytes = 0
         async for request in requests:
             run.hear(header.session)
             match request.WhichOneof("kind"):
                 case "part":
-                    before = reader.tally.wire_bytes
-                    await run.in_thread(reader.add, request.part)
-                    run.uploaded(member, reader.tally.wire_bytes - before)
+                    parts.append(request.part)
+                    waiting_bytes += request.ByteSize()
+                    if waiting_bytes >= BATCH_BYTES:
+                        await self._take(member, reader, parts)
+                        parts, waiting_bytes = [], 0
                 case "commit":
+                    await self._take(member, reader, parts)
                     tensors = reader.finish(request.commit)
                     return Received(
                         tensors=tensors,
@@ -270,6 +278,16 @@ class Servicer:
             if verdict is Verdict.LATE:
                 return reason
         raise ProtocolError("the contribution ended without a commit: it counts as never sent")
+
+    async def _take(self, member: Member, reader: PartReader, parts: list[Part]) -> None:
+        before = reader.tally.wire_bytes
+        await self._run.in_thread(_add_all, reader, parts)
+        self._run.uploaded(member, reader.tally.wire_bytes - before)
+
+
+def _add_all(reader: PartReader, parts: list[Part]) -> None:
+    for part in parts:
+        reader.add(part)
 
 
 def _check_numbers(header: pb.ContributeHeader) -> None:

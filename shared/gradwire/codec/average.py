@@ -99,7 +99,8 @@ def _average_sparse(
     lengths, kept = layout.lengths(), layout.kept_counts()
     readers = [indices.blocks(each.form, each.indices, kept, lengths) for each in present]
     data = [memoryview(each.values) for each in present]
-    block = _Block(min(layout.numel, max(indices.BLOCK, layout.length)), by_senders)
+    keep_lone = by_senders and not (kind == "bf16" and all(_come_back(each, shares) for each in data))
+    block = _Block(min(layout.numel, max(indices.BLOCK, layout.length)), shares, by_senders, keep_lone)
     packed: list[bytes] = []
     union: list[npt.NDArray[np.uint16]] = []
     counts: list[Ints] = []
@@ -112,7 +113,7 @@ def _average_sparse(
         end = offset + len(starts) * width
         positions = [own + starts for own in chosen]
         sent = [values.unpack(each[offset:end], kind) for each in data]
-        where, mean = block.mean(positions, sent, shares)
+        where, mean = block.mean(positions, sent)
         packed.append(values.pack(mean, kind, name=name))
         borders = np.searchsorted(where, np.arange(chunks + 1, dtype=np.int32) * length)
         counts.append(borders[1:] - borders[:-1])
@@ -122,39 +123,61 @@ def _average_sparse(
 
 
 class _Block:
-    """Accumulators for a block of chunks, in the cache: -0.0 where nothing was added, since -0.0 + x is x."""
+    """Accumulators for a block of chunks, in the cache: -0.0 where nothing was added, since -0.0 + x is x.
 
-    def __init__(self, size: int, by_senders: bool) -> None:
+    keep_lone: whether a lone sender's value has to be kept aside to come out as it was.
+    """
+
+    def __init__(self, size: int, shares: list[float], by_senders: bool, keep_lone: bool) -> None:
         self._sums = torch.full((size,), -0.0)
-        self._by_senders = by_senders
-        if by_senders:
-            self._weights = torch.zeros(size)
-            self._latest = torch.empty(size)
+        self._shares = shares
+        # Shares that are all alike add up to what their number says; others are added up element by element.
+        alike = len(set(shares)) == 1
+        self._totals = np.cumsum([0.0, *shares], dtype=np.float32) if by_senders and alike else None
+        self._weights = torch.zeros(size) if by_senders and not alike else None
+        self._latest = torch.empty(size) if keep_lone else None
 
-    def mean(
-        self, positions: list[Ints], sent: list[torch.Tensor], shares: list[float]
-    ) -> tuple[npt.NDArray[np.int32], torch.Tensor]:
+    def mean(self, positions: list[Ints], sent: list[torch.Tensor]) -> tuple[npt.NDArray[np.int32], torch.Tensor]:
         """(the sorted union of `positions`, the mean at each): positions are unique within one worker's."""
-        for own, each, share in zip(positions, sent, shares, strict=True):
+        for own, each, share in zip(positions, sent, self._shares, strict=True):
             at = torch.from_numpy(own)
-            if self._by_senders:
+            if self._latest is not None:
                 self._latest.index_copy_(0, at, each)
+            if self._weights is not None:
                 self._weights.scatter_add_(0, at, torch.full_like(each, share))
             self._sums.scatter_add_(0, at, each.mul_(share))
         ordered = np.concatenate([own.astype(np.int32) for own in positions])
         ordered.sort()
         begins = np.ones(ordered.size, dtype=np.bool_)
         np.not_equal(ordered[1:], ordered[:-1], out=begins[1:])
-        union = ordered[begins]
+        first = np.flatnonzero(begins)
+        union = ordered[first]
         at = torch.from_numpy(union.astype(np.int64))
         mean = self._sums.index_select(0, at)
         self._sums.index_fill_(0, at, -0.0)
-        if self._by_senders:
+        if self._weights is not None:
             mean.div_(self._weights.index_select(0, at))
             self._weights.index_fill_(0, at, 0.0)
-            lone = torch.from_numpy(np.diff(np.flatnonzero(begins), append=ordered.size) == 1)
-            mean = torch.where(lone, self._latest.index_select(0, at), mean)
+        senders = np.diff(first, append=ordered.size)
+        if self._totals is not None:
+            mean.div_(torch.from_numpy(self._totals[senders]))
+        if self._latest is not None:
+            mean = torch.where(torch.from_numpy(senders == 1), self._latest.index_select(0, at), mean)
         return union, mean
+
+
+def _come_back(values: memoryview, shares: list[float]) -> bool:
+    """Whether each bf16 value, times a share and divided by it in float32, rounds to itself in bf16.
+
+    It does unless digits get lost, which they do where the product is subnormal.
+    """
+    least = min(shares)
+    if not least:
+        return False
+    with np.errstate(over="ignore"):
+        limit = (np.float32(2.0**-126 / least).view(np.uint32) >> 16) + 1
+    magnitudes = np.frombuffer(values, dtype="<u2") & 0x7FFF
+    return not ((magnitudes < limit) & (magnitudes > 0)).any()
 
 
 def _shortest(packed: bytes, union: npt.NDArray[np.uint16], counts: Ints, layout: Layout, kind: ValueKind) -> Encoded:
