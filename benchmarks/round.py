@@ -47,7 +47,8 @@ def main() -> None:
     print()
     print(_title(everything))
     for lines in (
-        report.round_table(scenarios, aggregates),
+        report.round_table(scenarios),
+        report.work_table(scenarios, aggregates),
         report.size_table(contribution, aggregates),
         report.memory_table(scenarios),
     ):

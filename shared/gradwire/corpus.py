@@ -9,18 +9,17 @@ from __future__ import annotations
 import codecs
 import functools
 import hashlib
+import math
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import Final
 
 from gradwire.errors import ConfigError
 
 DEFAULT_MAX_BYTES: Final = 16 * 2**20
-HELD_OUT_BLOCK_BYTES: Final = 16 * 2**10
 
 _HINT: Final = "give the path of a text file or a folder"
 
@@ -44,32 +43,23 @@ class Corpus:
         return hashlib.sha256(self.data).hexdigest()
 
     def split(self, held_out_fraction: float) -> tuple[bytes, bytes]:
-        """The text as (train bytes, held-out bytes), disjoint, together all of it.
+        """The text as (train bytes, held-out bytes): the last part is held out.
 
-        Blocks of 16 KiB are held out evenly (at 0.05 every 20th), so that the held-out part samples the whole
-        text and not its last files alone. A text too short for one such block is cut into smaller ones.
+        In a folder's text that is its last files, whole but for one: a model that only remembers files by heart gains
+        nothing there, as it would with pieces held out of every file.
 
         Args:
-            held_out_fraction: 0 to 0.9, taken to the nearest fraction with a denominator of at most 1000.
+            held_out_fraction: 0 to 0.9; the held-out part is rounded up to whole bytes.
 
         Raises:
-            ConfigError: the fraction is out of range, or the text is too short to hold out one byte.
+            ConfigError: the fraction is out of range, or leaves nothing to train on.
         """
         if not 0 <= held_out_fraction <= 0.9:
             raise ConfigError(f"held_out_fraction = {held_out_fraction}: must be within 0 to 0.9")
-        # In whole numbers, so that no rounding can move a border.
-        wanted, of = Fraction(held_out_fraction).limit_denominator(1000).as_integer_ratio()
-        if wanted == 0:
-            return self.data, b""
-        first_held_out = -(-of // wanted)  # counted from 1
-        block = min(HELD_OUT_BLOCK_BYTES, len(self.data) // first_held_out)
-        if block == 0:
+        border = len(self.data) - math.ceil(len(self.data) * held_out_fraction)
+        if border == 0:
             raise ConfigError(f"held_out_fraction = {held_out_fraction}: the corpus has only {len(self.data)} bytes")
-        train, held_out = bytearray(), bytearray()
-        for number, start in enumerate(range(0, len(self.data), block)):
-            part = held_out if (number + 1) * wanted // of > number * wanted // of else train
-            part += self.data[start : start + block]
-        return bytes(train), bytes(held_out)
+        return self.data[:border], self.data[border:]
 
 
 def read_corpus(path: Path | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Corpus:

@@ -50,7 +50,11 @@ http = "127.0.0.1:0"
 method = "sparseloco"
 
 [training.optimizer]
+lr = 0.004
 warmup_rounds = {warmup_rounds}
+
+[training.compression]
+residual_decay = 0.9
 """
 
 

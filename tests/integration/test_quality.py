@@ -13,7 +13,7 @@ from processes import aggregator, worker
 SEEDS = (0, 1, 2)
 INNER_STEPS = 10
 
-# 200 inner steps of 2 x 16 sequences, with a tenth of them to warm up; only what a round is differs.
+# The demo's task: 200 inner steps of 2 x 16 sequences, a tenth of them to warm up. Only what a round is differs.
 RUN = """\
 name = "{method}-{seed}"
 seed = {seed}
@@ -31,13 +31,14 @@ http = ""
 method = "{method}"
 evaluate_every = 1000000
 [training.optimizer]
+lr = 0.004
 warmup_rounds = {warmup_rounds}
 [training.compression]
 residual_decay = {residual_decay}
 """
 
 
-def held_out_loss(folder: Path, method: str, seed: int, *, residual_decay: float = 0.95) -> float:
+def held_out_loss(folder: Path, method: str, seed: int, *, residual_decay: float = 0.9) -> float:
     """The loss of the final weights of a run with two workers; nats per byte."""
     steps = INNER_STEPS if method == "sparseloco" else 1
     config = folder / f"{method}-{seed}-{residual_decay}.toml"

@@ -11,6 +11,8 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
+from torch import nn
 
 import gradwire
 from fleet import run_config
@@ -121,3 +123,33 @@ def test_the_token_is_wanted_and_checked(monkeypatch: pytest.MonkeyPatch) -> Non
         assert gradwire.connect(serving.address, token="secret").run == "test"
         monkeypatch.setenv("GRADWIRE_TOKEN", "secret")
         assert gradwire.connect(serving.address).run == "test"
+
+
+def joined(address: str, model: nn.Module, *, data_sha256: bytes = b"") -> gradwire.DistributedOptimizer:
+    session = gradwire.connect(address, data_sha256=data_sha256)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        return gradwire.DistributedOptimizer(sgd, session, model=model)
+    finally:
+        session.leave()
+
+
+def test_another_model_is_refused_with_the_first_difference() -> None:
+    with aggregator(run_config(rounds=1, global_batch=8)) as serving:
+        joined(serving.address, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+        with pytest.raises(errors.ManifestMismatch, match=r"1\.weight: \[3, 8\] here, \[2, 8\] in the run"):
+            joined(serving.address, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)))
+
+
+def test_another_data_set_is_refused() -> None:
+    with aggregator(run_config(rounds=1, global_batch=8)) as serving:
+        joined(serving.address, nn.Linear(2, 2), data_sha256=bytes(32))
+        with pytest.raises(errors.ManifestMismatch, match=r"data: SHA-256 01010101.* here, 00000000.* in the run"):
+            joined(serving.address, nn.Linear(2, 2), data_sha256=bytes([1] * 32))
+
+
+def test_another_protocol_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with aggregator(run_config(rounds=1, global_batch=8)) as serving:
+        monkeypatch.setattr("gradwire.session.PROTOCOL", 99)
+        with pytest.raises(errors.ManifestMismatch, match="speaks protocol version 1, this worker 99"):
+            gradwire.connect(serving.address)

@@ -134,32 +134,12 @@ def test_a_python_without_library_source_says_what_to_do(tmp_path: Path, monkeyp
         read_corpus()
 
 
-def test_every_twentieth_block_is_held_out() -> None:
-    block = 16 * 1024
-    data = b"".join(bytes([number]) * block for number in range(45)) + b"tail"
-
-    train, held_out = Corpus(data).split(0.05)
-
-    assert held_out == bytes([19]) * block + bytes([39]) * block
-    assert train == b"".join(bytes([n]) * block for n in range(45) if n not in (19, 39)) + b"tail"
-
-
-@given(data=st.binary(min_size=1000, max_size=3000), fraction=st.floats(0.001, 0.9))
-def test_split_of_a_short_text_still_has_both_parts(data: bytes, fraction: float) -> None:
+@given(data=st.binary(min_size=2, max_size=300), fraction=st.floats(min_value=0.001, max_value=0.5))
+def test_the_last_part_is_held_out(data: bytes, fraction: float) -> None:
     train, held_out = Corpus(data).split(fraction)
-
-    assert sorted(train + held_out) == sorted(data)
-    assert len(held_out) > 0
-    assert len(train) > 0
-
-
-@given(fraction=st.floats(0.001, 0.9))
-def test_held_out_part_has_the_asked_size(fraction: float) -> None:
-    data = bytes(2000 * 1024)
-
-    _, held_out = Corpus(data).split(fraction)
-
-    assert len(held_out) / len(data) == pytest.approx(fraction, abs=0.009)  # a block is 0.008 of it
+    assert train + held_out == data
+    assert train
+    assert len(held_out) - 1 < fraction * len(data) <= len(held_out) + 1e-9
 
 
 def test_nothing_is_held_out_of_a_split_at_zero() -> None:
@@ -173,8 +153,8 @@ def test_split_fraction_out_of_range_is_named(fraction: float) -> None:
 
 
 def test_text_too_short_to_split_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="only 3 bytes"):
-        Corpus(b"abc").split(0.05)
+    with pytest.raises(ConfigError, match="only 1 bytes"):
+        Corpus(b"a").split(0.05)
 
 
 def test_samples_are_windows_that_share_one_byte() -> None:
