@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gradwire.codec import TopK
 from gradwire.manifest import Entry, Manifest
+
+Floats = npt.NDArray[np.float32]
 
 SCHEME: Final = TopK(k=64, chunk=4096, layout="tiles", values="bf16", normalization="senders")
 METHOD: Final = "benchmark"
@@ -46,7 +49,7 @@ def manifest(parameters: int) -> Manifest:
     each = sum(int(np.prod(shape)) for _, shape in layer)
     layers = max(1, parameters * 4 // 5 // each)
     rows = max(1, round((parameters - layers * each) / DIM / 64)) * 64
-    shapes = [("embedding.weight", (rows, DIM))]
+    shapes: list[tuple[str, tuple[int, ...]]] = [("embedding.weight", (rows, DIM))]
     shapes += [(f"layers.{number}.{name}", shape) for number in range(layers) for name, shape in layer]
     shapes += [("norm.weight", (DIM,))]
     return Manifest(METHOD, tuple(Entry(name, shape, SCHEME) for name, shape in shapes))
@@ -65,11 +68,10 @@ def pseudo_gradients(entry: Entry, number: int, workers: int) -> Iterator[torch.
         yield torch.from_numpy(1e-3 * scale * (shared + own)).view(entry.shape)
 
 
-def _normal(generator: np.random.Generator, rows: int, cols: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+def _normal(generator: np.random.Generator, rows: int, cols: int) -> Floats:
     return generator.standard_normal((rows, cols), dtype=np.float32)
 
 
-def _heavy_tailed(
-    generator: np.random.Generator, rows: int, cols: int
-) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    return _normal(generator, rows, cols) * np.exp(TAIL * _normal(generator, rows, cols))
+def _heavy_tailed(generator: np.random.Generator, rows: int, cols: int) -> Floats:
+    values: Floats = _normal(generator, rows, cols) * np.exp(TAIL * _normal(generator, rows, cols))
+    return values

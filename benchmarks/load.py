@@ -71,7 +71,7 @@ class Worker:
     async def begin(self, number: int) -> None:
         """Waits for a share of a round."""
         request = pb.BeginRequest(session=self._session, round=number).SerializeToString()
-        method = self._channel.unary_unary(f"/{SERVICE}/Begin")
+        method: Any = self._channel.unary_unary(f"/{SERVICE}/Begin")
         while True:
             answer = pb.BeginResponse.FromString(await method(request))
             if answer.order == pb.ORDER_TRAIN:
@@ -117,19 +117,19 @@ class Worker:
     async def leave(self) -> None:
         """Leaves the run and closes the connections."""
         request = pb.LeaveRequest(session=self._session, reason="the benchmark is done").SerializeToString()
-        await self._channel.unary_unary(f"/{SERVICE}/Leave")(request)
+        method: Any = self._channel.unary_unary(f"/{SERVICE}/Leave")
+        await method(request)
         await self._channel.close()
         if self._bare is not None:
             await self._bare.close()
 
     async def _send(self, channel: aio.Channel, method: str, messages: list[bytes], *, service: str = SERVICE) -> bytes:
-        call = channel.stream_unary(f"/{service}/{method}")()
+        call: aio.StreamUnaryCall[bytes, bytes] = channel.stream_unary(f"/{service}/{method}")()
         with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # the answer says why
             for message in messages:
                 await call.write(message)
             await call.done_writing()
-        answer: bytes = await call
-        return answer
+        return await call
 
     async def _receive(self, method: Any, request: bytes, marks: dict[str, float]) -> None:
         """Collects a stream. The first mark is that of the aggregate's header: notes that come before don't count."""

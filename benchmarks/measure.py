@@ -136,6 +136,7 @@ class _Process:
     """A child that answers lines; it is ended with the stack."""
 
     def __init__(self, stack: contextlib.ExitStack, host: links.Host, *command: str) -> None:
+        self._name = " ".join(command[:2])
         self._errors = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         environment = {key: value for key, value in os.environ.items() if not key.startswith("GRADWIRE_")}
         self._child = subprocess.Popen(
@@ -156,7 +157,7 @@ class _Process:
         if not line:
             status = self._child.wait(timeout=10)
             self._errors.seek(0)
-            raise RuntimeError(f"{self._child.args} ended with status {status}:\n{self._errors.read()[-2000:]}")
+            raise RuntimeError(f"{self._name} ended with status {status}:\n{self._errors.read()[-2000:]}")
         return line.strip()
 
     def write(self, line: str) -> None:

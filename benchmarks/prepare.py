@@ -70,7 +70,7 @@ def contributions(parameters: int, workers: int) -> Contributions:
     """Made-up contributions of `workers` workers to a model of about `parameters`."""
     manifest = gradients.manifest(parameters)
     with ThreadPoolExecutor() as pool:
-        jobs = pool.map(lambda numbered: _encoded(*numbered, workers), enumerate(manifest))
+        jobs = pool.map(lambda numbered: _encoded(numbered[0], numbered[1], workers), enumerate(manifest))
         tensors = [list(each) for each in zip(*jobs, strict=True)]
     return Contributions(manifest, tensors, [_messages(manifest, each) for each in tensors])
 

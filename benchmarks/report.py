@@ -13,8 +13,7 @@ from benchmarks.prepare import Aggregate, Sizes
 GOAL: Final = {"lan": 1.3}  # of the ratio; on loopback it is only told
 MEMORY_BASE: Final = 300 * 2**20
 MEMORY_FACTOR: Final = 3
-# Bytes per entry that others put on the wire, from their sources: an int64 index and a float32; u16 and bf16;
-# 12-bit indices with quantised values.
+# Bytes per entry in the formats of others.
 OTHERS: Final = {"DeMo": 12.0, "Psyche": 4.0, "templar": 2.5}
 MB: Final = 1e6
 
@@ -23,8 +22,8 @@ def round_table(scenarios: Sequence[Scenario]) -> list[str]:
     """Times, ratio and throughput, leg by leg."""
     lines = [
         "A round, from the first byte up to the last byte down, ms; in brackets the same through bare grpc.aio streams",
-        f"{'link':<10}{'workers':>7}{'MB up':>7}{'MB down':>9}{'ours':>7}{'bare':>6}{'ratio':>7}{'fastest':>9}{'goal':>6}"
-        f"{'MB/s':>6}   {'upload':<12}{'between':<11}{'download':<12}others",
+        f"{'link':<10}{'workers':>7}{'MB up':>7}{'MB down':>9}{'ours':>7}{'bare':>6}{'ratio':>7}{'fastest':>9}"
+        f"{'goal':>6}{'MB/s':>6}   {'upload':<12}{'between':<11}{'download':<12}others",
     ]
     for each in scenarios:
         ours, bare = median(each.ours), median(each.bare)
@@ -50,7 +49,7 @@ def work_table(scenarios: Sequence[Scenario], aggregates: dict[int, Aggregate]) 
     """What the aggregator's time goes into."""
     lines = [
         "What the server does in a round, ms",
-        f"{'workers':>7}{'unpack+check':>14}{'average':>9}{'pack':>6}{'sum':>6}   processes: aggregator, bare, averaging",
+        f"{'workers':>7}{'unpack+check':>14}{'average':>9}{'pack':>6}{'sum':>6}   aggregator, bare server, averaging phase",
     ]
     for workers, made in aggregates.items():
         stages = (workers * made.check_s, made.average_s, made.pack_s)
@@ -64,8 +63,8 @@ def work_table(scenarios: Sequence[Scenario], aggregates: dict[int, Aggregate]) 
         lines.append(f"{workers:>7}{check:>14}{average:>9}{pack:>6}{all_three:>6}   {whole}")
     return [
         *lines,
-        "The stages: CPU time of one thread, measured here. The processes: CPU time of the aggregator and of the bare",
-        "server, and the wall time of gradwire_phase_seconds{phase=averaging}, which is average, pack and store.",
+        "The stages and their sum: CPU time of one thread, alone, of the same code. Then the whole CPU time of the",
+        "aggregator and of the bare server, and the wall time of averaging, packing and storing, as /metrics says.",
     ]
 
 

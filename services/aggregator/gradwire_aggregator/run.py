@@ -9,17 +9,14 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from gradwire import codec
-from gradwire.codec import Encoded
 from gradwire.config import RunConfig
 from gradwire.corpus import Corpus
-from gradwire.errors import GradwireError, ManifestMismatch, ProtocolError, RunEnded
-from gradwire.manifest import Entry, Manifest
+from gradwire.errors import ManifestMismatch, NonFiniteGradient, ProtocolError, RunEnded
+from gradwire.manifest import Manifest
 from gradwire.v1 import aggregation_pb2 as pb
-from gradwire.wire.messages import Tally, absent_positions, write_parts
+from gradwire_aggregator.averaging import Received, aggregate_header, mean, serialize
 from gradwire_aggregator.metrics import Metrics
 from gradwire_aggregator.plan import Plan
 from gradwire_aggregator.record import Record, RoundRecord
@@ -37,20 +34,6 @@ THREADS: Final = 2
 # A snapshot holds weights, buffers and optimizer state: a small multiple of the float32 weights.
 SNAPSHOT_FACTOR: Final = 8
 SNAPSHOT_SLACK_BYTES: Final = 64 << 20
-
-
-@dataclass(frozen=True)
-class Received:
-    """A contribution that arrived whole and right."""
-
-    tensors: Sequence[Encoded | None]
-    crc32: int
-    samples: int
-    wire_bytes: int
-    train_seconds: float
-    loss: float | None
-    held_out_loss: float | None
-    learning_rates: tuple[float, ...]
 
 
 class Run:
@@ -326,15 +309,18 @@ class Run:
             if lost.outcome is Outcome.REVOKED:
                 self.metrics.contributions.labels("revoked").inc()
                 self._refused(lost.worker, f"round {number}: {lost.reason}")
+        manifest = self.manifest or Manifest("", ())
         counted = True
         try:
-            tensors = await self._mean(received)
-        except GradwireError as error:
+            # All tensors in one thread, which is faster than in two: see THREADS.
+            tensors = await self.in_thread(mean, manifest, received)
+        except NonFiniteGradient as error:
             counted, chosen, received = False, [], []
-            tensors = [None] * len(self.manifest or ())
+            tensors = [None] * len(manifest)
             self._event(f"round {number} is void: {error}")
-        header = self._header(number, chosen, received, tensors)
-        messages, size = await self.in_thread(self._serialize, header, tensors)
+        joined_s = {name: member.joined_s for name, member in self.roster.members.items()}
+        header = aggregate_header(number, chosen, received, tensors, joined_s)
+        messages, size = await self.in_thread(serialize, manifest, header, tensors)
         await asyncio.to_thread(self.store.put_aggregate, number, messages)
         samples = self.rounds.finish(counted=counted)
         self._received = {}
@@ -348,49 +334,6 @@ class Run:
         if self.rounds.phase is Phase.ENDED:
             self._event(f"all {self.config.rounds} rounds are done")
             self.ended.set()
-
-    async def _mean(self, received: Sequence[Received]) -> list[Encoded | None]:
-        weights = [float(each.samples) for each in received]
-        entries = list(self.manifest or ())
-        if not received:
-            return [None] * len(entries)
-        # All in one thread, which is faster than in two: see THREADS.
-        return await self.in_thread(_means, entries, [each.tensors for each in received], weights)
-
-    def _header(
-        self,
-        number: int,
-        chosen: Sequence[Assignment],
-        received: Sequence[Received],
-        tensors: Sequence[Encoded | None],
-    ) -> pb.AggregateHeader:
-        # The learning rates are those of the worker that has been in for longest: one that joined
-        # later may not have caught up with its own schedule.
-        oldest = min(
-            zip(chosen, received, strict=True),
-            key=lambda pair: self.roster.members[pair[0].worker].joined_s,
-            default=None,
-        )
-        losses = [(each.loss, each.samples) for each in received if each.loss is not None]
-        total = sum(samples for _, samples in losses)
-        return pb.AggregateHeader(
-            round=number,
-            contributors=[
-                pb.Contributor(worker=each.worker, assignment=each.id, samples=each.samples) for each in chosen
-            ],
-            loss=sum(loss * samples for loss, samples in losses) / total if total else None,
-            learning_rates=oldest[1].learning_rates if oldest else (),
-            absent=absent_positions(tensors),
-        )
-
-    def _serialize(self, header: pb.AggregateHeader, tensors: Sequence[Encoded | None]) -> tuple[list[bytes], int]:
-        tally = Tally()
-        messages = [pb.CollectResponse(header=header).SerializeToString()]
-        if self.manifest is not None:
-            for part in write_parts(self.manifest, tensors, tally):
-                messages.append(pb.CollectResponse(part=part).SerializeToString())
-        messages.append(pb.CollectResponse(commit=tally.commit()).SerializeToString())
-        return messages, tally.wire_bytes
 
     def _finished(self, header: pb.AggregateHeader, received: Sequence[Received], samples: int, size: int) -> None:
         seconds = time.monotonic() - self.rounds.opened_s
@@ -444,12 +387,3 @@ class Run:
     def _event(self, text: str) -> None:
         self.record.event(text)
         log.info(text)
-
-
-def _means(
-    entries: Sequence[Entry], contributions: Sequence[Sequence[Encoded | None]], weights: Sequence[float]
-) -> list[Encoded | None]:
-    return [
-        codec.average(tensors, weights, scheme=entry.scheme, shape=entry.shape, name=entry.name)
-        for entry, *tensors in zip(entries, *contributions, strict=True)
-    ]

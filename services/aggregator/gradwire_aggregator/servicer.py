@@ -19,9 +19,10 @@ from gradwire.wire.calls import slices
 from gradwire.wire.channel import PROTOCOL
 from gradwire.wire.messages import PartReader
 from gradwire.wire.schemas import entry_from_message
+from gradwire_aggregator.averaging import Received
 from gradwire_aggregator.roster import Member
 from gradwire_aggregator.rounds import Outcome, Phase, Verdict
-from gradwire_aggregator.run import Received, Run
+from gradwire_aggregator.run import Run
 from gradwire_aggregator.status import run_state
 
 # How long Begin, Collect and FetchSnapshot wait before they say why they wait.

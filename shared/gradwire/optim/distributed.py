@@ -24,7 +24,7 @@ class DistributedOptimizer:
     `step` adds each batch's gradient to the share's mean, and after the share's last batch sends it, waits for the mean
     over all workers, puts that in place of the gradients and lets the wrapped optimizer step. Its state is
     therefore the same on every worker. With `TopK` the gradient is compressed with error feedback (which harms
-    Adam: see docs/methods.md; plain SGD with momentum is what it suits).
+    Adam; plain SGD with momentum is what it suits).
 
     Args:
         optimizer: the one to wrap; its parameters are the ones trained.
