@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -140,7 +141,7 @@ class _Process:
         self._errors = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         environment = {key: value for key, value in os.environ.items() if not key.startswith("GRADWIRE_")}
         self._child = subprocess.Popen(
-            [*host.prefix, sys.executable, "-m", *command],
+            [*host.prefix, *_with_parent(), sys.executable, "-m", *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -217,6 +218,11 @@ class _Bare:
         )
         self.pid = process.pid
         _together(players, {"do": "bare", "address": process.line()})
+
+
+def _with_parent() -> tuple[str, ...]:
+    """What lets a child end with this process even where that is killed."""
+    return ("setpriv", "--pdeathsig", "TERM", "--") if shutil.which("setpriv") else ()
 
 
 def _start_aggregator(

@@ -49,7 +49,7 @@ def work_table(scenarios: Sequence[Scenario], aggregates: dict[int, Aggregate]) 
     """What the aggregator's time goes into."""
     lines = [
         "What the server does in a round, ms",
-        f"{'workers':>7}{'unpack+check':>14}{'average':>9}{'pack':>6}{'sum':>6}   aggregator, bare server, averaging phase",
+        f"{'workers':>7}{'unpack+check':>14}{'average':>9}{'pack':>6}{'sum':>6}   aggregator, bare, averaging phase",
     ]
     for workers, made in aggregates.items():
         stages = (workers * made.check_s, made.average_s, made.pack_s)

@@ -73,6 +73,8 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.parameters < 1_000_000:
         parser.error("--parameters: 1000000 is the least")
+    if unknown := set(options.links) - {"loopback", *links.PROFILES}:
+        parser.error(f"--links: there is no {', '.join(sorted(unknown))}; known are {LINKS}")
     if options.repeats < 1:
         parser.error("--repeats: 1 is the least")
     return options

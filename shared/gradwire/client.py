@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ class Client:
 
     def __init__(self, address: str, token: str | None) -> None:
         self.address = address
+        self.heard_s = -math.inf  # when a stream last brought something; by the monotonic clock
         self._metadata = calls.metadata(token)
 
     async def open(self) -> None:
@@ -79,6 +81,7 @@ class Client:
         """Appends the rest of the run's corpus to what was received."""
         request = pb.FetchDataRequest(offset=len(received))
         async for message in self._stub.FetchData(request, metadata=self._metadata):
+            self._heard()
             received.extend(message.data)
 
     async def join(self, header: pb.JoinHeader, manifest: Manifest) -> pb.JoinResponse:
@@ -110,6 +113,7 @@ class Client:
         header = pb.AggregateHeader()
         try:
             async for message in stream:
+                self._heard()
                 match message.WhichOneof("kind"):
                     case "note":
                         say(message.note)
@@ -132,6 +136,7 @@ class Client:
         """Goes on with a download of the newest snapshot; starts over where there is a newer one."""
         request = pb.FetchSnapshotRequest(session=session, offset=len(download.data), sha256=download.header.sha256)
         async for message in self._stub.FetchSnapshot(request, metadata=self._metadata):
+            self._heard()
             match message.WhichOneof("kind"):
                 case "note":
                     say(message.note)
@@ -161,6 +166,9 @@ class Client:
     async def leave(self, request: pb.LeaveRequest, timeout_s: float) -> None:
         """Says goodbye."""
         await self._stub.Leave(request, metadata=self._metadata, timeout=timeout_s)
+
+    def _heard(self) -> None:
+        self.heard_s = time.monotonic()
 
     async def _send(self, method: aio.StreamUnaryMultiCallable[Any, T], messages: Sequence[Any]) -> T:
         call = method(metadata=self._metadata)

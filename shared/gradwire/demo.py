@@ -18,12 +18,13 @@ from grpc import aio
 from rich.console import Console
 
 from gradwire import background
-from gradwire.errors import GradwireError
+from gradwire.errors import ConfigError, GradwireError
 from gradwire.signals import raise_on_stop
 from gradwire.status import data_size
 from gradwire.v1 import aggregation_pb2 as pb
 from gradwire.v1.aggregation_pb2_grpc import AggregationServiceStub
 from gradwire.view import View
+from gradwire.wire import calls
 from gradwire.wire.channel import open_channel
 
 INNER_BATCH: Final = 16
@@ -67,18 +68,19 @@ def demo(
     """Train a small language model on this machine's Python source text, with workers that talk over gRPC."""
     console = Console()
     place = folder / time.strftime("demo-%Y%m%d-%H%M%S")
-    place.mkdir(parents=True, exist_ok=True)
     config = place / "run.toml"
-    config.write_text(
-        CONFIG.format(
-            rounds=rounds,
-            workers=workers,
-            global_batch=workers * INNER_STEPS * INNER_BATCH,
-            inner_batch=INNER_BATCH,
-            warmup_rounds=min(2.0, rounds / 10),
-        ),
-        encoding="utf-8",
+    text = CONFIG.format(
+        rounds=rounds,
+        workers=workers,
+        global_batch=workers * INNER_STEPS * INNER_BATCH,
+        inner_batch=INNER_BATCH,
+        warmup_rounds=min(2.0, rounds / 10),
     )
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        config.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--folder {folder}: can't write there: {error.strerror}") from error
     with raise_on_stop():
         state = _train(console, config, place, workers, device)
         _summarize(console, state, place)
@@ -171,7 +173,9 @@ async def _watch(address: str, view: View, processes: Processes) -> pb.RunState:
     """Follows the run to its end; the last state."""
     state = pb.RunState()
     async with open_channel(address) as channel:
-        call = AggregationServiceStub(channel).WatchRun(pb.WatchRunRequest())
+        call = AggregationServiceStub(channel).WatchRun(
+            pb.WatchRunRequest(), metadata=calls.metadata(calls.token_from_environment())
+        )
         reading = asyncio.ensure_future(call.read())
         try:
             while True:

@@ -45,7 +45,7 @@ def describe(device: torch.device) -> str:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy on the host, dtype unchanged.
+    """The tensor on the host, contiguous, dtype unchanged: itself where it is both already, else a copy.
 
     Synchronous and without conversion, because asynchronous and converting copies have been wrong on MPS; what needs
     another dtype converts afterwards, on the host.

@@ -19,7 +19,6 @@ class Share:
     round: int
     assignment: int
     ranges: tuple[tuple[int, int], ...]
-    deadline_s: float  # from when it was handed out
     evaluate: bool  # whether to measure the loss on held-out data before training
 
     @property

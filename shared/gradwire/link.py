@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -77,15 +78,18 @@ class Link:
             background.submit(self._close(goodbye, last)).result(timeout=3 * LEAVE_WITHIN_S)
 
     async def _attempts(self, name: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        start, failures, where = time.monotonic(), 0, f"{name} at {self.client.address}"
+        first, failures, where = -math.inf, 0, f"{name} at {self.client.address}"
         for delay in self.retry.delays():
             try:
                 return await attempt()
             except aio.AioRpcError as error:
-                failures += 1
                 if error.code() not in RETRYABLE:
                     raise calls.error_from(error) from error
-                elapsed = time.monotonic() - start
+                now = time.monotonic()
+                if not failures or self.client.heard_s > first:
+                    first, failures = now, 0  # it went well until now
+                failures += 1
+                elapsed = now - first
                 reason = f"{where}: {error.code().name}: {error.details()}"
                 if self.retry.exhausted(error.code(), elapsed_s=elapsed, failures=failures):
                     raise Unavailable(f"gave up after {elapsed:.0f} s and {failures} tries: {reason}") from error
@@ -97,7 +101,7 @@ class Link:
     async def _heartbeats(self, every_s: float) -> None:
         while True:
             await asyncio.sleep(every_s)
-            with contextlib.suppress(aio.AioRpcError):  # whatever it is, the training thread's next call meets it
+            with contextlib.suppress(Exception):  # whatever it is, the training thread's next call meets it
                 await self.client.heartbeat(self.session, self.activity[:128], timeout_s=2 * every_s)
 
     async def _close(self, goodbye: pb.LeaveRequest, last: concurrent.futures.Future[None] | None) -> None:

@@ -7,7 +7,6 @@ All methods are for one thread, the one that trains; gRPC runs on the background
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import hashlib
 import logging
@@ -15,14 +14,12 @@ import platform
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf import json_format
-from grpc import aio
 
-from gradwire import background, cache, device, state
-from gradwire.client import Collected, Download
+from gradwire import cache, device
+from gradwire.client import Collected
 from gradwire.config import RunConfig, parse_config
 from gradwire.errors import (
     GradwireError,
@@ -35,20 +32,13 @@ from gradwire.exchange import Aggregate, Contribution, Replica, Share
 from gradwire.link import Link
 from gradwire.loader import Batch, Dataset, share_batches
 from gradwire.retry import Retry
+from gradwire.snapshots import Snapshots, Traffic
 from gradwire.v1 import aggregation_pb2 as pb
 from gradwire.wire import calls
 from gradwire.wire.channel import PROTOCOL
 from gradwire.wire.messages import Tally, absent_positions, write_parts
 
 log = logging.getLogger("gradwire.session")
-
-
-@dataclass
-class Traffic:
-    """Payload bytes that crossed the wire, as packed."""
-
-    upload_bytes: int = 0
-    download_bytes: int = 0
 
 
 def connect(
@@ -78,7 +68,11 @@ def connect(
     """
     name = worker or f"{platform.node() or 'worker'}-{secrets.token_hex(2)}"
     session = Session(address, name, token or calls.token_from_environment(), data_sha256, on_phase)
-    session.open(run, give_up_after_s)
+    try:
+        session.open(run, give_up_after_s)
+    except BaseException:
+        session.leave("could not connect")
+        raise
     return session
 
 
@@ -104,11 +98,13 @@ class Session:
         self._on_phase = on_phase
         self._incarnation = secrets.token_bytes(16)
         self._run_id = b""
-        self._publishing: concurrent.futures.Future[None] | None = None
+        self._snapshots = Snapshots(self._link, self.traffic)
         self._replica: Replica | None = None
         self._share: Share | None = None
         self._share_started = 0.0
         self._batch: Batch | None = None
+        self._taken = False
+        self.consistent = True  # False while an aggregate is being applied
 
     # For the training script.
 
@@ -158,9 +154,12 @@ class Session:
             batches = share_batches(share, dataset, batch_size, seed=self.config.seed, collate=collate)
             while (item := self._timed_next(batches)) is not None:
                 self._batch, samples = item
+                self._taken = False
                 yield samples
-            if self._share is share:
-                raise GradwireError("optimizer.step() was not called after the share's last batch")
+                if not self._taken:
+                    raise GradwireError(
+                        "optimizer.step() was not called for the last batch: every batch of session.loader needs it"
+                    )
             self._batch = None
 
     @property
@@ -169,6 +168,14 @@ class Session:
         if self._batch is None:
             raise GradwireError("optimizer.step() takes batches of session.loader(...), one call for each")
         return self._batch
+
+    def take_batch(self) -> Batch:
+        """The batch that the loader gave out last, for an optimizer's step; raises GradwireError the second time."""
+        batch = self.batch
+        if self._taken:
+            raise GradwireError("optimizer.step() was called twice for one batch of session.loader")
+        self._taken = True
+        return batch
 
     def _timed_next(self, batches: Iterator[tuple[Batch, Any]]) -> tuple[Batch, Any] | None:
         with self.phase("data"):
@@ -194,9 +201,11 @@ class Session:
             with self.phase("wait"):
                 answer = self._link.call("Begin", lambda: self._link.client.begin(self._link.session, self.round))
             if answer.publish_snapshot:
-                self._publish_in_background(replica)
+                self._snapshots.publish_beside(replica, self.round)
             match answer.order:
                 case pb.ORDER_TRAIN:
+                    if self._share is not None:  # it came late, and the round is still open: from its start again
+                        self._apply(replica, Aggregate.nothing(self.round, len(replica.manifest)))
                     self._share = _share(self.round, answer)
                     self._share_started = time.monotonic()
                     self._link.activity = f"training round {self.round}"
@@ -276,7 +285,7 @@ class Session:
     def leave(self, reason: str = "finished", *, checkpoint: str = "") -> None:
         """Says goodbye, so that the share goes back at once, and closes the connection. Tries once, for 3 s."""
         goodbye = pb.LeaveRequest(reason=reason[:1000], held_out_loss=self.held_out_loss, checkpoint=checkpoint[:1000])
-        self._link.close(goodbye, self._publishing)
+        self._link.close(goodbye, self._snapshots.publishing)
 
     def __enter__(self) -> Session:
         return self
@@ -304,11 +313,9 @@ class Session:
             name = pb.Verdict.Name(verdict.verdict).removeprefix("VERDICT_")
             log.warning("contribution to round %d is %s: %s", self.round, name, verdict.reason)
         self.held_out_loss = None
-        if verdict.verdict == pb.VERDICT_LATE:
-            # The round may still be open, and wait for this very worker to train a returned share.
-            replica.apply(Aggregate.nothing(self.round, len(replica.manifest)))
-            self._share = None
-        else:
+        # A late one goes back to Begin: the round may still be open, and wait for this very worker to train a returned
+        # share; or it may be over with this contribution in it, if only the answer was late. The aggregate will tell.
+        if verdict.verdict != pb.VERDICT_LATE:
             self._collect_and_apply(replica)
 
     def _collect_and_apply(self, replica: Replica) -> None:
@@ -329,11 +336,16 @@ class Session:
             self.traffic.download_bytes += collected.wire_bytes
             self._spent("wait", collected.wait_s)
             self._spent("download", collected.download_s)
-            with self.phase("apply"):
-                replica.apply(self._aggregate(collected))
-                device.synchronize(replica.device)
+            self._apply(replica, self._aggregate(collected))
             self.round = number + 1
         self._share = None
+
+    def _apply(self, replica: Replica, aggregate: Aggregate) -> None:
+        self.consistent = False
+        with self.phase("apply"):
+            replica.apply(aggregate)
+            device.synchronize(replica.device)
+        self.consistent = True
 
     def _aggregate(self, collected: Collected) -> Aggregate:
         header = collected.header
@@ -363,8 +375,7 @@ class Session:
         self._link.keep_alive(answer.heartbeat_seconds)
         match answer.start_from:
             case pb.START_FROM_PUBLISH:
-                data = state.pack(replica.state())
-                self._link.call("PublishSnapshot", lambda: self._publish(self.round, data))
+                self._snapshots.publish(replica, self.round)
             case pb.START_FROM_SNAPSHOT:
                 self._load_snapshot(replica)
         log.info("joined run %s at %s as %s, at round %d", self.run, self.address, self.worker, self.round)
@@ -387,38 +398,9 @@ class Session:
         return self._link.client.join(header, manifest)
 
     def _load_snapshot(self, replica: Replica) -> None:
-        self._link.activity = "loading a snapshot"
-        download = Download()
-
-        def attempt() -> Awaitable[None]:
-            return self._link.client.fetch_snapshot(
-                self._link.session, download, lambda note: self._link.say(f"waiting for a snapshot: {note}")
-            )
-
         with self.phase("download"):
-            self._link.call("FetchSnapshot", attempt)
-        self.traffic.download_bytes += len(download.data)
-        if not download.intact:
-            raise GradwireError(f"the snapshot from {self.address} arrived damaged; start the worker again")
-        replica.load_state(state.unpack(bytes(download.data)))
-        self.round = download.header.round
+            self.round = self._snapshots.load(replica)
         self._share = None
-
-    def _publish_in_background(self, replica: Replica) -> None:
-        if self._publishing is not None and not self._publishing.done():
-            return
-        data, number = state.pack(replica.state()), self.round
-        self._publishing = background.submit(self._publish_quietly(number, data))
-
-    async def _publish_quietly(self, number: int, data: bytes) -> None:
-        try:
-            await self._publish(number, data)
-        except aio.AioRpcError as error:  # the aggregator asks somebody again
-            log.warning("the snapshot of round %d was not published: %s", number, error.details())
-
-    async def _publish(self, number: int, data: bytes) -> None:
-        await self._link.client.publish_snapshot(self._link.session, number, data)
-        self.traffic.upload_bytes += len(data)
 
     def _joined(self) -> Replica:
         if self._replica is None:
@@ -436,6 +418,5 @@ def _share(number: int, answer: pb.BeginResponse) -> Share:
         round=number,
         assignment=answer.assignment,
         ranges=tuple((each.start, each.stop) for each in answer.ranges),
-        deadline_s=answer.deadline_seconds,
         evaluate=answer.evaluate,
     )

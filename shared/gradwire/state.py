@@ -50,16 +50,22 @@ def restore(target: torch.Tensor, source: Mapping[str, torch.Tensor], name: str)
 
 
 def write_checkpoint(path: Path, state: Mapping[str, torch.Tensor], metadata: Mapping[str, object]) -> None:
-    """Writes a checkpoint so that a crash leaves either the old file or the new one, never half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes a checkpoint so that a crash leaves either the old file or the new one, never half of one.
+
+    Raises GradwireError where it can't be written.
+    """
     header = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
     data = save({name: to_host(tensor).clone() for name, tensor in state.items()}, metadata=header)
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise GradwireError(f"cannot write the checkpoint {path}: {error.strerror}") from error
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

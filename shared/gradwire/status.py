@@ -10,6 +10,7 @@ from google.protobuf import json_format
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from gradwire import background
@@ -76,15 +77,15 @@ def worker_table(state: pb.RunState) -> Table:
     table = Table("worker", "device", "doing", "samples/s", "share", "sent", "received", "counted", "refused", box=None)
     for worker in state.workers:
         table.add_row(
-            worker.name,
-            worker.device,
-            worker.activity if worker.present else f"gone: {worker.activity}",
+            escape(worker.name),
+            escape(worker.device),
+            escape(worker.activity if worker.present else f"gone: {worker.activity}"),
             f"{worker.samples_per_second:.1f}" if worker.samples_per_second else "-",
             str(worker.share),
             data_size(worker.upload_bytes),
             data_size(worker.download_bytes),
             str(worker.accepted),
-            f"{worker.refused} ({worker.last_refusal})" if worker.refused else "0",
+            escape(f"{worker.refused} ({worker.last_refusal})") if worker.refused else "0",
         )
     return table
 

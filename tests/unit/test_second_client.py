@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -355,10 +354,7 @@ def items(seed: int, length: int, start: int, stop: int) -> list[int]:
 
 def training_text(data: bytes, held_out_fraction: float) -> bytes:
     """[16]"""
-    p, q = Fraction(held_out_fraction).limit_denominator(1000).as_integer_ratio()
-    block = min(16384, len(data) // -(-q // p))
-    cuts = [data[start : start + block] for start in range(0, len(data), block)]
-    return b"".join(cut for n, cut in enumerate(cuts) if (n + 1) * p // q == n * p // q)
+    return data[: len(data) - math.ceil(len(data) * held_out_fraction)]
 
 
 # --- compared with the product

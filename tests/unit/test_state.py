@@ -59,7 +59,7 @@ def test_a_failed_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(state.os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(GradwireError, match="No space"):
         state.write_checkpoint(path, {"a": torch.ones(1)}, {})
     assert torch.equal(state.read_checkpoint(path)[0]["a"], torch.zeros(1))
 

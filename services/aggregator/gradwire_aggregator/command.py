@@ -13,7 +13,7 @@ import torch
 import typer
 
 from gradwire import background
-from gradwire.config import RunConfig, read_config
+from gradwire.config import RunConfig, parse_config, read_config
 from gradwire.corpus import Corpus, read_corpus
 from gradwire.errors import GradwireError
 from gradwire.signals import stop_event
@@ -43,8 +43,9 @@ def aggregator(
 
 def _with_addresses(config: RunConfig, listen: str | None, http: str | None) -> RunConfig:
     changes = {key: value for key, value in (("listen", listen), ("http", http)) if value is not None}
-    server = type(config.server).model_validate({**config.server.model_dump(), **changes})
-    return config.model_copy(update={"server": server})
+    values = config.model_dump(exclude_none=True)
+    values["server"] |= changes
+    return parse_config(values, source="--listen or --http")
 
 
 async def _serve(config: RunConfig, corpus: Corpus | None) -> None:

@@ -92,6 +92,12 @@ class Roster:
         before = member.samples_per_second
         member.samples_per_second = speed if before is None else before + SPEED_SMOOTHING * (speed - before)
 
+    def at_most(self, name: str, *, samples: int, seconds: float) -> None:
+        """A worker has not done so many samples in so much time: it is slower than that."""
+        member = self.members[name]
+        if seconds > 0 and (member.samples_per_second is None or member.samples_per_second > samples / seconds):
+            member.samples_per_second = samples / seconds
+
     @property
     def present(self) -> dict[str, Member]:
         """The members whose lease runs, by name."""

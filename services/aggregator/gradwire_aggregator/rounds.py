@@ -277,9 +277,9 @@ class Rounds:
         progress = f"open: {self._answers()} of {_count(asked, 'worker')} answered"
         if now < deadline:
             return Decision(self.phase, f"{progress}, {deadline - now:.1f} s to the deadline", deadline)
-        return Decision(
-            self.phase, f"{progress}, {self._quorum} needed; the deadline passed {now - deadline:.0f} s ago"
-        )
+        reason = f"{progress}, {self._quorum} needed; the deadline passed {now - deadline:.0f} s ago"
+        later = [a.due_s for a in self._open_ones() if a.due_s > now]
+        return Decision(self.phase, reason, min(later, default=None))
 
     def _take_from_the_overdue(self, now: float, speeds: Speeds) -> None:
         """Past the deadline, and too few have answered: if others wait for work, the shares of the slow go to them."""

@@ -28,9 +28,9 @@ log = logging.getLogger("gradwire.aggregator")
 
 T = TypeVar("T")
 
-# Averaging and unpacking are made of short steps between which threads wait for the interpreter lock: more than this
-# make them slower.
-THREADS: Final = 2
+# Unpacking and averaging are made of short steps, and between them threads wait for the interpreter lock: a second one
+# makes both slower (benchmarks/README.md).
+THREADS: Final = 1
 # A snapshot holds weights, buffers and optimizer state: a small multiple of the float32 weights.
 SNAPSHOT_FACTOR: Final = 8
 SNAPSHOT_SLACK_BYTES: Final = 64 << 20
@@ -59,7 +59,8 @@ class Run:
             Plan(inner_batch=config.batch.inner_batch, attempts=config.round.share_attempts),
         )
         self.manifest: Manifest | None = None
-        self.data_sha256 = bytes.fromhex(corpus.fingerprint) if corpus is not None else b""
+        self._corpus_sha256 = bytes.fromhex(corpus.fingerprint) if corpus is not None else b""
+        self.data_sha256 = self._corpus_sha256
         self.ended = asyncio.Event()
         self._received: dict[int, Received] = {}
         self._changed = asyncio.Event()
@@ -90,8 +91,10 @@ class Run:
                 continue
             waits = [t for t in (decision.wake_s, self.roster.next_expiry()) if t is not None]
             timeout = max(0.0, min(waits) - time.monotonic()) + 0.001 if waits else None
+            # Not wait_for, which can swallow a cancellation in Python 3.11.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._poked.wait(), timeout)
+                async with asyncio.timeout(timeout):
+                    await self._poked.wait()
 
     def poke(self) -> None:
         """Something happened that may bring a transition."""
@@ -105,11 +108,13 @@ class Run:
 
     async def changed(self, timeout_s: float) -> None:
         """Waits for the next announcement, or the time."""
+        changed = self._changed
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
 
     async def in_thread(self, function: Callable[..., T], *arguments: object) -> T:
-        """Runs a function in one of the averaging threads."""
+        """Runs a function in the thread that computes. Files are for `asyncio.to_thread`."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     async def wait_until_over(self) -> None:
@@ -139,6 +144,8 @@ class Run:
         """Enters a worker. Raises ManifestMismatch unless it trains what the run trains, RunEnded after the end."""
         if self.rounds.phase is Phase.ENDED:
             raise RunEnded(f"run {self.config.name!r} is over: all {self.config.rounds} rounds are done")
+        if self.store.snapshot is None and not self.roster.present.keys() - {name}:
+            self.manifest, self.data_sha256 = None, self._corpus_sha256  # nothing hangs on what was said before
         if self.manifest is not None:
             manifest.require_same(self.manifest)
         if self.data_sha256 and data and data != self.data_sha256:
@@ -228,7 +235,7 @@ class Run:
         """What a worker that is ready for a round has to train; None where it has to wait, or to collect."""
         if round_ > self.rounds.number:
             raise ProtocolError(f"round {round_} is asked for, the current one is {self.rounds.number}")
-        if round_ < self.rounds.number or self.rounds.answered(member.name):
+        if round_ < self.rounds.number or self.rounds.answered(member.name) or self.store.snapshot is None:
             return None
         assignment = self.rounds.pending(member.name)
         if assignment is None and member.name not in self.rounds.ready:
@@ -281,8 +288,9 @@ class Run:
         self._refused(member.name, f"round {round_}: {outcome.value}: {reason}")
         self.poke()
 
-    def late(self, member: Member, reason: str) -> None:
-        """A contribution came when its round or assignment was over."""
+    def late(self, member: Member, reason: str, *, samples: int, seconds: float) -> None:
+        """A contribution came when its round or assignment was over. Its worker's speed is known all the same."""
+        self.roster.measured(member.name, samples=samples, seconds=seconds)
         self.metrics.contributions.labels("late").inc()
         self._refused(member.name, f"late: {reason}")
 
@@ -309,10 +317,11 @@ class Run:
             if lost.outcome is Outcome.REVOKED:
                 self.metrics.contributions.labels("revoked").inc()
                 self._refused(lost.worker, f"round {number}: {lost.reason}")
+                elapsed = self.rounds.closed_s - self.rounds.opened_s
+                self.roster.at_most(lost.worker, samples=lost.samples, seconds=elapsed)
         manifest = self.manifest or Manifest("", ())
         counted = True
         try:
-            # All tensors in one thread, which is faster than in two: see THREADS.
             tensors = await self.in_thread(mean, manifest, received)
         except NonFiniteGradient as error:
             counted, chosen, received = False, [], []
@@ -321,7 +330,8 @@ class Run:
         joined_s = {name: member.joined_s for name, member in self.roster.members.items()}
         header = aggregate_header(number, chosen, received, tensors, joined_s)
         messages, size = await self.in_thread(serialize, manifest, header, tensors)
-        await asyncio.to_thread(self.store.put_aggregate, number, messages)
+        path = await self.in_thread(self.store.write_aggregate, number, messages)
+        self.store.keep_aggregate(number, path, messages)
         samples = self.rounds.finish(counted=counted)
         self._received = {}
         self._finished(header, received, samples, size)

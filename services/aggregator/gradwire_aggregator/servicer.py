@@ -12,11 +12,11 @@ from typing import Final
 from google.protobuf import struct_pb2
 
 from gradwire.errors import ConfigError, MalformedTensor, ManifestMismatch, ProtocolError, SessionExpired
-from gradwire.manifest import Entry, Manifest
+from gradwire.manifest import MAX_TENSORS, Entry, Manifest
 from gradwire.v1 import aggregation_pb2 as pb
 from gradwire.v1.tensors_pb2 import Part
 from gradwire.wire.calls import slices
-from gradwire.wire.channel import PROTOCOL
+from gradwire.wire.channel import PAYLOAD_BYTES, PROTOCOL
 from gradwire.wire.messages import PartReader
 from gradwire.wire.schemas import entry_from_message
 from gradwire_aggregator.averaging import Received
@@ -29,8 +29,10 @@ from gradwire_aggregator.status import run_state
 PATIENCE_S: Final = 3.0
 WATCH_EVERY_S: Final = 0.25
 MAX_WORDS: Final = 1024
+MAX_GROUPS: Final = 64
+MAX_RATE: Final = 1e6
 # Parts of a contribution that are unpacked at once: to change threads costs as much as to unpack a small one.
-BATCH_BYTES: Final = 256 * 1024
+BATCH_BYTES: Final = 128 * 1024
 
 _VERDICTS: Final = {
     Verdict.ACCEPTED: pb.VERDICT_ACCEPTED,
@@ -68,6 +70,8 @@ class Servicer:
         corpus = self._run.corpus
         if corpus is None:
             raise ProtocolError("this run has no corpus: its workers bring their own data")
+        if request.offset > len(corpus.data):
+            raise ProtocolError(f"the corpus has {len(corpus.data)} bytes, none from {request.offset} on")
         for piece in slices(corpus.data, request.offset):
             yield pb.FetchDataResponse(data=piece)
 
@@ -78,7 +82,7 @@ class Servicer:
         member = run.join(
             name,
             incarnation=header.incarnation,
-            device=header.device[:128],
+            device=_words(header.device, 128),
             manifest=manifest,
             data=header.data_sha256,
         )
@@ -143,7 +147,7 @@ class Servicer:
         member = run.hear(header.session)
         verdict, reason = run.rounds.standing(member.name, header.round, header.assignment)
         if verdict is Verdict.LATE:
-            run.late(member, reason)
+            run.late(member, reason, samples=header.samples, seconds=header.train_seconds)
             return _answer(verdict, reason)
         try:
             received = await self._read_contribution(member, header, requests)
@@ -151,7 +155,7 @@ class Servicer:
             run.refuse(member, header.assignment, header.round, Outcome.REJECTED, str(error))
             return _answer(Verdict.REJECTED, str(error))
         if isinstance(received, str):
-            run.late(member, received)
+            run.late(member, received, samples=header.samples, seconds=header.train_seconds)
             return _answer(Verdict.LATE, received)
         return _answer(*run.receive(member, header.assignment, header.round, received))
 
@@ -167,13 +171,13 @@ class Servicer:
                 yield note.SerializeToString()
         member = run.hear(request.session)
         size = 0
-        for message in await run.in_thread(run.store.aggregate, request.round):
+        for message in await asyncio.to_thread(run.store.aggregate, request.round):
             yield message
             size += len(message)
         run.downloaded(member, size)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
-        self._run.hear(request.session).activity = request.activity[:128]
+        self._run.hear(request.session).activity = _words(request.activity, 128)
         return pb.HeartbeatResponse()
 
     async def PublishSnapshot(self, requests: AsyncIterator[pb.PublishSnapshotRequest]) -> pb.PublishSnapshotResponse:
@@ -186,9 +190,9 @@ class Servicer:
         writer = run.store.receive_snapshot(header.round, header.size, header.sha256)
         try:
             async for request in requests:
-                await run.in_thread(writer.write, request.data)
+                await asyncio.to_thread(writer.write, request.data)
                 run.hear(first.session)
-            snapshot = await run.in_thread(writer.finish)
+            snapshot = await asyncio.to_thread(writer.finish)
         except BaseException:
             writer.abandon()
             raise
@@ -199,29 +203,34 @@ class Servicer:
         run = self._run
         member = run.hear(request.session)
         while (snapshot := run.store.snapshot) is None:
-            yield pb.FetchSnapshotResponse(note=run.reason())
+            note = run.reason()
             await run.changed(PATIENCE_S)
             run.hear(request.session)
+            if run.store.snapshot is None:
+                yield pb.FetchSnapshotResponse(note=note)
             if run.lacks_publisher():
                 raise SessionExpired("the worker that was to publish the first weights has left; join again")
+        offset = request.offset if request.sha256 == snapshot.sha256 else 0
+        if offset > snapshot.size:
+            raise ProtocolError(f"the snapshot has {snapshot.size} bytes, none from {offset} on")
         yield pb.FetchSnapshotResponse(
             header=pb.SnapshotHeader(round=snapshot.round, size=snapshot.size, sha256=snapshot.sha256)
         )
-        offset = request.offset if request.sha256 == snapshot.sha256 else 0
-        data = await run.in_thread(snapshot.path.read_bytes)
-        for piece in slices(data, offset):
-            yield pb.FetchSnapshotResponse(data=piece)
-            run.hear(request.session)
+        with snapshot.path.open("rb") as file:
+            file.seek(offset)
+            while piece := await asyncio.to_thread(file.read, PAYLOAD_BYTES):
+                yield pb.FetchSnapshotResponse(data=piece)
+                run.hear(request.session)
         run.downloaded(member, snapshot.size - offset)
 
     async def Leave(self, request: pb.LeaveRequest) -> pb.LeaveResponse:
         run = self._run
         member = run.hear(request.session)
         if request.checkpoint:
-            run.record.checkpoint = request.checkpoint[:MAX_WORDS]
+            run.record.checkpoint = _words(request.checkpoint)
         if request.HasField("held_out_loss") and math.isfinite(request.held_out_loss):
             run.measured_last(request.held_out_loss)
-        run.leave(member, request.reason[:MAX_WORDS])
+        run.leave(member, _words(request.reason))
         return pb.LeaveResponse()
 
     def _state(self) -> pb.RunState:
@@ -232,8 +241,7 @@ class Servicer:
         member = run.hear(message.session)
         verdict, reason = run.rounds.standing(member.name, message.round, message.assignment)
         if verdict is Verdict.ACCEPTED:
-            words = message.reason[:MAX_WORDS]
-            run.refuse(member, message.assignment, message.round, Outcome.ABSTAINED, words)
+            run.refuse(member, message.assignment, message.round, Outcome.ABSTAINED, _words(message.reason))
             return _answer(Verdict.ACCEPTED, "")
         return _answer(verdict, reason)
 
@@ -271,7 +279,7 @@ class Servicer:
                         train_seconds=header.train_seconds,
                         loss=header.loss if header.HasField("loss") else None,
                         held_out_loss=header.held_out_loss if header.HasField("held_out_loss") else None,
-                        learning_rates=tuple(header.learning_rates[:64]),
+                        learning_rates=tuple(header.learning_rates),
                     )
                 case other:
                     raise MalformedTensor(f"a {other or 'message of an unknown kind'} amid the parts")
@@ -298,6 +306,9 @@ def _check_numbers(header: pb.ContributeHeader) -> None:
     for name, value in numbers.items():
         if not math.isfinite(value):
             raise MalformedTensor(f"the header says {name} = {value}, which is not finite")
+    rates = header.learning_rates
+    if len(rates) > MAX_GROUPS or any(not 0 <= rate <= MAX_RATE for rate in rates):
+        raise MalformedTensor(f"the header has {len(rates)} learning rates: at most {MAX_GROUPS} of 0 to {MAX_RATE:g}")
 
 
 async def _read_join(requests: AsyncIterator[pb.JoinRequest], run: str) -> tuple[pb.JoinHeader, Manifest]:
@@ -312,8 +323,10 @@ async def _read_join(requests: AsyncIterator[pb.JoinRequest], run: str) -> tuple
         )
     if header.run and header.run != run:
         raise ManifestMismatch(f"run: {header.run!r} here, {run!r} at the aggregator")
-    if not 0 < len(header.worker.encode()) <= 128:
-        raise ProtocolError("a worker's name has 1 to 128 bytes")
+    if not 0 < len(header.worker.encode()) <= 128 or not header.worker.isprintable():
+        raise ProtocolError("a worker's name has 1 to 128 bytes, all printable")
+    if header.entries > MAX_TENSORS:
+        raise ProtocolError(f"a manifest has at most {MAX_TENSORS} tensors, this one has {header.entries}")
     if len(header.incarnation) != 16:
         raise ProtocolError("an incarnation has 16 bytes")
     if len(header.data_sha256) not in (0, hashlib.sha256().digest_size):
@@ -332,6 +345,11 @@ async def _read_join(requests: AsyncIterator[pb.JoinRequest], run: str) -> tuple
     if manifest.fingerprint != header.manifest_sha256:
         raise ProtocolError("the manifest's fingerprint is not that of its entries")
     return header, manifest
+
+
+def _words(text: str, limit: int = MAX_WORDS) -> str:
+    """What a peer says, fit for a log line and a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:limit])
 
 
 def _answer(verdict: Verdict, reason: str) -> pb.ContributeResponse:

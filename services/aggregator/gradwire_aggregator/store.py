@@ -7,6 +7,7 @@ below the older of the two newest snapshots is kept.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,12 +38,16 @@ class Store:
         self._newest: tuple[int, list[bytes]] | None = None
         self.snapshots: list[Snapshot] = []
 
-    def put_aggregate(self, round_: int, messages: Sequence[bytes]) -> None:
-        """Keeps the serialized messages of a round's aggregate."""
+    def write_aggregate(self, round_: int, messages: Sequence[bytes]) -> Path:
+        """Writes the serialized messages of a round's aggregate; for a thread."""
         path = self._folder / f"aggregate-{round_:09}"
         with path.open("wb") as file:
             for message in messages:
                 file.write(_LENGTH.pack(len(message)) + message)
+        return path
+
+    def keep_aggregate(self, round_: int, path: Path, messages: Sequence[bytes]) -> None:
+        """From now on hands out an aggregate that was written."""
         self._aggregates[round_] = path
         self._newest = (round_, list(messages))
 
@@ -73,15 +78,15 @@ class Store:
 
     def receive_snapshot(self, round_: int, size: int, sha256: bytes) -> SnapshotWriter:
         """A writer for a snapshot that is arriving."""
-        return SnapshotWriter(self._folder / f"snapshot-{round_:09}", round_, size, sha256)
+        name = f"snapshot-{round_:09}-{secrets.token_hex(4)}"
+        return SnapshotWriter(self._folder / name, round_, size, sha256)
 
     def put_snapshot(self, snapshot: Snapshot) -> None:
         """Makes a received snapshot the newest, and drops what no joiner will need."""
-        self.snapshots = [*self.snapshots, snapshot][-2:]
-        keep = {each.path for each in self.snapshots}
-        for path in self._folder.glob("snapshot-*"):
-            if path not in keep and path.suffix != ".partial":
-                path.unlink()
+        older = self.snapshots
+        self.snapshots = [*older[-1:], snapshot]
+        for old in older[:-1]:
+            old.path.unlink()
         for round_ in [r for r in self._aggregates if r < self.snapshots[0].round]:
             self._aggregates.pop(round_).unlink()
 
@@ -90,12 +95,10 @@ class SnapshotWriter:
     """Writes a snapshot as it arrives, and looks at it only when all of it is there."""
 
     def __init__(self, path: Path, round_: int, size: int, sha256: bytes) -> None:
-        self._path = path
-        self._partial = path.with_name(f"{path.name}-{sha256.hex()[:16]}.partial")
         self._snapshot = Snapshot(round_, size, sha256, path)
         self._digest = hashlib.sha256()
         self._written = 0
-        self._file: BinaryIO = self._partial.open("wb")
+        self._file: BinaryIO = path.open("wb")
 
     def write(self, data: bytes) -> None:
         """Adds bytes. Raises ProtocolError once there are more than were announced."""
@@ -109,12 +112,10 @@ class SnapshotWriter:
         """The snapshot. Raises ProtocolError unless what arrived is what was announced."""
         self._file.close()
         if self._written != self._snapshot.size or self._digest.digest() != self._snapshot.sha256:
-            self._partial.unlink()
             raise ProtocolError("a snapshot arrived that is not what its header announced")
-        self._partial.replace(self._path)
         return self._snapshot
 
     def abandon(self) -> None:
         """Throws away what arrived."""
         self._file.close()
-        self._partial.unlink(missing_ok=True)
+        self._snapshot.path.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -37,6 +38,8 @@ def worker(
 ) -> None:
     """Train on this machine for the run at HOST:PORT, until it is over."""
     chosen = devices.pick(device)
+    if checkpoint is not None:
+        _require_writable(checkpoint)
     metrics = Metrics(registry := CollectorRegistry())
     with raise_on_stop(), _serve_metrics(http, registry):
         session = gradwire.connect(address, run=run, worker=name, give_up_after_s=give_up_after, on_phase=metrics.phase)
@@ -47,7 +50,7 @@ def worker(
                 trainer.run(_saver(trainer, checkpoint, checkpoint_every))
                 reason = "finished"
             finally:
-                if checkpoint is not None:
+                if checkpoint is not None and session.consistent:
                     written = str(trainer.save(checkpoint))
                     log.info("checkpoint of round %d: %s", session.round, written)
         except Stopped as signal:
@@ -71,9 +74,12 @@ def generate(
     tensors, metadata = read_checkpoint(checkpoint)
     if "model" not in metadata:
         raise ConfigError(f"{checkpoint} doesn't say which model it is of; give one that `gradwire worker` wrote")
-    model = models.build(ModelConfig.model_validate_json(metadata["model"]), seed=0, device=torch.device("cpu"))
     weights = {key.partition("/")[2]: value for key, value in tensors.items() if key.startswith(("weight/", "buffer/"))}
-    model.load_state_dict(weights)
+    try:
+        model = models.build(ModelConfig.model_validate_json(metadata["model"]), seed=0, device=torch.device("cpu"))
+        model.load_state_dict(weights)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"{checkpoint} doesn't hold the model it speaks of: {error}") from error
     text = model.generate(
         prompt.encode(), length=length, temperature=temperature, generator=torch.Generator().manual_seed(seed)
     )
@@ -88,13 +94,23 @@ def _saver(trainer: Trainer, folder: Path | None, every: int) -> Callable[[int],
     return save
 
 
+def _require_writable(folder: Path) -> None:
+    """Raises ConfigError now rather than after hours of training."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--checkpoint {folder}: can't write there: {error.strerror}") from error
+
+
 @contextlib.contextmanager
 def _serve_metrics(address: str, registry: CollectorRegistry) -> Iterator[None]:
     if not address:
         yield
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"--http {address}: not HOST:PORT, such as 127.0.0.1:9465")
     try:
         server, thread = start_http_server(int(port), host.strip("[]"), registry)

@@ -8,7 +8,8 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from gradwire.optim.residual import Residual
-from gradwire.session import Session, Traffic
+from gradwire.session import Session
+from gradwire.snapshots import Traffic
 
 PHASES: Final = ("data", "compute", "encode", "upload", "wait", "download", "apply")
 _SECONDS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)

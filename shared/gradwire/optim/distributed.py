@@ -73,7 +73,7 @@ class DistributedOptimizer:
 
         loss: the batch's mean loss, for the run's records. Raises GradwireError outside the loader.
         """
-        batch = self._session.batch
+        batch = self._session.take_batch()
         self._mean.add(batch.samples / batch.share_samples)
         self._loss.add(loss, batch.samples)
         if batch.last:

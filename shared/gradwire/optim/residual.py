@@ -66,7 +66,3 @@ class Residual:
     def state(self) -> dict[str, torch.Tensor]:
         """The residual by parameter name."""
         return dict(self._kept)
-
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes over a saved residual."""
-        self._kept, self._pending = dict(state), {}

@@ -86,7 +86,7 @@ class SparseLoCo:
 
         loss: the batch's mean loss, for the run's records. Raises GradwireError outside the loader.
         """
-        batch = self._session.batch
+        batch = self._session.take_batch()
         self._loss.add(loss, batch.samples)
         accumulate = math.ceil(batch.batches / self._inner_steps) if self._inner_steps else 1
         first = batch.index - batch.index % accumulate

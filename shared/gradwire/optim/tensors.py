@@ -23,13 +23,14 @@ class ModelTensors:
     trained: parameters that are exchanged: in the optimizer, requiring a gradient, tied ones once.
     frozen: the other parameters; they travel in snapshots alone.
     averaged: floating-point buffers, exchanged dense.
-    counted: integer and bool buffers; they travel in snapshots alone.
+    kept: the other buffers: integers, and what is not finite from the start, such as a mask of -inf. They travel in
+        snapshots alone.
     """
 
     trained: dict[str, nn.Parameter]
     frozen: dict[str, nn.Parameter]
     averaged: dict[str, torch.Tensor]
-    counted: dict[str, torch.Tensor]
+    kept: dict[str, torch.Tensor]
 
     @property
     def device(self) -> torch.device:
@@ -53,7 +54,7 @@ class ModelTensors:
     def _all(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         for name, parameter in (*self.trained.items(), *self.frozen.items()):
             yield "weight", name, parameter
-        for name, buffer in (*self.averaged.items(), *self.counted.items()):
+        for name, buffer in (*self.averaged.items(), *self.kept.items()):
             yield "buffer", name, buffer
 
 
@@ -77,10 +78,13 @@ def tensors_of(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> Mod
     if stray:
         raise ConfigError(f"the optimizer holds {len(stray)} parameters that are not in the model given as model=")
     averaged: dict[str, torch.Tensor] = {}
-    counted: dict[str, torch.Tensor] = {}
+    kept: dict[str, torch.Tensor] = {}
     for name, buffer in _persistent_buffers(model):
-        (averaged if buffer.is_floating_point() else counted)[strip(name)] = buffer
-    return ModelTensors(trained, frozen, averaged, counted)
+        statistic = buffer.is_floating_point() and bool(torch.isfinite(buffer.contiguous()).all())
+        (averaged if statistic else kept)[strip(name)] = buffer
+    if len(trained) + len(frozen) < len(named):
+        raise ConfigError("two parameters have the same name once module. and _orig_mod. are taken off; rename one")
+    return ModelTensors(trained, frozen, averaged, kept)
 
 
 def strip(name: str) -> str:

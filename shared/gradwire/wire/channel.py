@@ -55,6 +55,6 @@ def open_channel(address: str) -> aio.Channel:
     return aio.insecure_channel(address, options=options, compression=grpc.Compression.NoCompression)
 
 
-def new_server(interceptors: Sequence[aio.ServerInterceptor] = ()) -> aio.Server:
+def new_server() -> aio.Server:
     """A server without services or ports."""
-    return aio.server(options=list(SERVER), interceptors=list(interceptors))
+    return aio.server(options=list(SERVER))

@@ -35,7 +35,7 @@ def test_each_kind_of_tensor_goes_where_it_belongs() -> None:
     assert list(tensors.trained) == ["0.weight", "1.weight", "1.bias"]
     assert list(tensors.frozen) == ["0.bias"]
     assert list(tensors.averaged) == ["1.running_mean", "1.running_var"]
-    assert list(tensors.counted) == ["1.num_batches_tracked"]  # int64: never averaged, or it would come back as float
+    assert list(tensors.kept) == ["1.num_batches_tracked"]  # int64: never averaged, or it would come back as float
     manifest = tensors.manifest("test", TopK())
     assert [(e.name, e.role, e.scheme) for e in manifest][-1] == ("1.running_var", Role.BUFFER, Dense("fp32"))
     assert manifest.parameters == 16 + 4 + 4
