@@ -539,7 +539,7 @@ class Peer:
     def call(self, name: str, kind: str, answer: type[Message]) -> Any:
         """The callable of an RPC; kind is that of grpc.Channel, such as `unary_unary`."""
         path = f"/gradwire.v1.AggregationService/{name}"
-        method = getattr(self.channel, kind)(path, Message.SerializeToString, answer.FromString)
+        method = getattr(self.channel, kind)(path, lambda message: message.SerializeToString(), answer.FromString)
         return lambda sent: method(sent, metadata=self.metadata, timeout=30)
 
     def join(self) -> apb.JoinResponse:
