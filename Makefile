@@ -28,7 +28,7 @@ demo: $(VENV)/installed
 	$(BIN)/gradwire demo $(ARGS)
 
 test: $(VENV)/installed-dev
-	$(BIN)/pytest -m "not slow" $(ARGS)
+	$(BIN)/pytest $(ARGS)
 
 test-slow: $(VENV)/installed-dev
 	@$(BIN)/pytest -m slow $(ARGS) || { code=$$?; [ $$code -eq 5 ] && echo "there are no slow tests" || exit $$code; }
