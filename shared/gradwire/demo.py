@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -198,14 +199,13 @@ async def _watch(address: str, view: View, processes: Processes) -> pb.RunState:
 
 
 def _summarize(console: Console, state: pb.RunState, place: Path) -> None:
-    say = console.print
+    say = functools.partial(console.print, highlight=False, soft_wrap=True)
     measured = [each.held_out_loss for each in state.history if each.HasField("held_out_loss")]
     say()
     if measured and state.HasField("final_held_out_loss"):
         say(
             f"held-out loss: {measured[0]:.3f} before, [bold]{state.final_held_out_loss:.3f}[/bold] after "
-            "(nats per byte)",
-            highlight=False,
+            "(nats per byte)"
         )
     steps = state.samples_counted / INNER_BATCH
     sent = sum(each.upload_bytes for each in state.history)
@@ -213,14 +213,13 @@ def _summarize(console: Console, state: pb.RunState, place: Path) -> None:
     if steps and sent:
         say(
             f"uploaded: {data_size(sent / steps)} per inner step and worker; dense float32 gradients take "
-            f"{data_size(dense)}: [bold]{dense * steps / sent:,.0f} times fewer[/bold]",
-            highlight=False,
+            f"{data_size(dense)}: [bold]{dense * steps / sent:,.0f} times fewer[/bold]"
         )
     checkpoint = place / "worker-1.safetensors"
     if checkpoint.exists():
-        say("the trained model goes on from `def `:", highlight=False, markup=False)
-        say(_generate(checkpoint), highlight=False, markup=False, style="dim")
-        say(f"checkpoint: {checkpoint}", highlight=False)
+        say("the trained model goes on from `def `:", markup=False)
+        say(_generate(checkpoint), markup=False, style="dim")
+        say(f"checkpoint: {checkpoint}")
 
 
 def _generate(checkpoint: Path) -> str:

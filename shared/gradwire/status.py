@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import grpc
@@ -22,6 +23,7 @@ from gradwire.wire.channel import open_channel
 
 Address = Annotated[str, typer.Argument(help="HOST:PORT of the aggregator.", metavar="HOST:PORT")]
 TIMEOUT_S = 10.0
+WIDE = 160  # columns where there is no terminal to fit
 
 
 def status(
@@ -36,7 +38,7 @@ def status(
         )
         print(text)
     else:
-        show(answer, Console())
+        show(answer, Console(width=None if sys.stdout.isatty() else WIDE))
 
 
 def health(address: Address) -> None:

@@ -153,3 +153,9 @@ def test_another_protocol_version_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr("gradwire.session.PROTOCOL", 99)
         with pytest.raises(errors.ManifestMismatch, match="speaks protocol version 1, this worker 99"):
             gradwire.connect(serving.address)
+
+
+@pytest.mark.parametrize("address", ["here", "127.0.0.1", "127.0.0.1:", ":50051", "127.0.0.1:99999", "host:port"])
+def test_an_address_without_host_or_port_is_refused(address: str) -> None:
+    with pytest.raises(errors.ConfigError, match="is not HOST:PORT"):
+        gradwire.connect(address)

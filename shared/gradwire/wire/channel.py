@@ -10,6 +10,8 @@ from typing import Final
 import grpc
 from grpc import aio
 
+from gradwire.errors import ConfigError
+
 PROTOCOL: Final = 1
 PAYLOAD_BYTES: Final = 512 * 1024  # unpacked payload of one part, and data of one message of a byte stream
 MESSAGE_BYTES: Final = 1024 * 1024  # a whole message; nothing either side sends comes near
@@ -50,7 +52,13 @@ if sys.platform == "darwin":
 
 
 def open_channel(address: str) -> aio.Channel:
-    """A channel to HOST:PORT. A proxy from the environment is used, but never for this machine itself."""
+    """A channel to HOST:PORT. A proxy from the environment is used, but never for this machine itself.
+
+    Raises ConfigError if the address is of another form.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{address!r} is not HOST:PORT, such as 192.168.1.20:50051")
     options = [*CLIENT, ("grpc.enable_http_proxy", 0)] if address.startswith(_LOOPBACK) else [*CLIENT]
     return aio.insecure_channel(address, options=options, compression=grpc.Compression.NoCompression)
 
