@@ -21,16 +21,10 @@ from google.protobuf import json_format
 from gradwire import cache, device
 from gradwire.client import Collected
 from gradwire.config import RunConfig, parse_config
-from gradwire.errors import (
-    GradwireError,
-    ManifestMismatch,
-    ProtocolError,
-    RoundGone,
-    RunEnded,
-)
+from gradwire.errors import GradwireError, ManifestMismatch, ProtocolError, RoundGone, RunEnded
 from gradwire.exchange import Aggregate, Contribution, Replica, Share
 from gradwire.link import Link
-from gradwire.loader import Batch, Dataset, share_batches
+from gradwire.loader import Batch, Dataset, Steps, share_batches
 from gradwire.retry import Retry
 from gradwire.snapshots import Snapshots, Traffic
 from gradwire.v1 import aggregation_pb2 as pb
@@ -58,10 +52,10 @@ def connect(
         run: name of the run that is meant; None: whichever it is.
         token: the run's bearer token; default: the environment's GRADWIRE_TOKEN.
         worker: this worker's name, unique in the run; a process that joins under a name replaces the one before.
-        Default:
-            the host's name and a random suffix.
+            Default: the host's name and a random suffix.
         data_sha256: SHA-256 of the data trained on; workers with different ones can't be in one run.
-        give_up_after_s: how long to try to reach the aggregator; default 600 s at first, then as the run's config says.
+        give_up_after_s: how long to try to reach the aggregator; default 600 s at first, then as the run's config
+            says.
         on_phase: is told how many seconds went into each of data, encode, upload, wait, download and apply.
 
     Raises Unavailable if nobody answers, ManifestMismatch for another run or protocol, Unauthenticated.
@@ -102,8 +96,7 @@ class Session:
         self._replica: Replica | None = None
         self._share: Share | None = None
         self._share_started = 0.0
-        self._batch: Batch | None = None
-        self._taken = False
+        self._steps = Steps()
         self.consistent = True  # False while an aggregate is being applied
 
     # For the training script.
@@ -141,9 +134,8 @@ class Session:
         """Batches of this worker's share, round by round until the run ends.
 
         Args:
-            dataset: has `len` and integer indexing, the same on all workers. Which sample comes when is a function
-            of the
-                run's seed alone.
+            dataset: has `len` and integer indexing, the same on all workers. Which sample comes when is a function of
+                the run's seed alone.
             batch_size: samples a batch; a share's last batch may be smaller.
             collate: makes a batch of a list of samples; default: PyTorch's.
 
@@ -152,34 +144,16 @@ class Session:
         """
         while (share := self.next_share()) is not None:
             batches = share_batches(share, dataset, batch_size, seed=self.config.seed, collate=collate)
-            while (item := self._timed_next(batches)) is not None:
-                self._batch, samples = item
-                self._taken = False
-                yield samples
-                if not self._taken:
-                    raise GradwireError(
-                        "optimizer.step() was not called for the last batch: every batch of session.loader needs it"
-                    )
-            self._batch = None
+            yield from self._steps.through(batches, lambda: self.phase("data"))
 
     @property
     def batch(self) -> Batch:
         """The batch that the loader gave out last. Raises GradwireError outside the loader."""
-        if self._batch is None:
-            raise GradwireError("optimizer.step() takes batches of session.loader(...), one call for each")
-        return self._batch
+        return self._steps.batch
 
     def take_batch(self) -> Batch:
         """The batch that the loader gave out last, for an optimizer's step; raises GradwireError the second time."""
-        batch = self.batch
-        if self._taken:
-            raise GradwireError("optimizer.step() was called twice for one batch of session.loader")
-        self._taken = True
-        return batch
-
-    def _timed_next(self, batches: Iterator[tuple[Batch, Any]]) -> tuple[Batch, Any] | None:
-        with self.phase("data"):
-            return next(batches, None)
+        return self._steps.take()
 
     def report(self, held_out_loss: float) -> None:
         """Reports the loss of the weights as they are on held-out data; sent with the contribution, or when leaving.

@@ -34,9 +34,8 @@ class SparseLoCo:
     Args:
         inner: the inner optimizer, over the model's parameters.
         session: from gradwire.connect. Joining, and loading the run's state, happens here.
-        inner_steps: at most so many inner steps a round; a share of more batches accumulates gradients over
-        several. None:
-            one inner step per batch.
+        inner_steps: at most so many inner steps a round; a share of more batches accumulates gradients over several.
+            None: one inner step per batch.
         model: where names and buffers come from; needed unless `inner` was made from named parameters.
         scheme: how pseudo-gradients are encoded; default TopK(k=64, chunk=4096, normalization="senders").
         outer_lr: step size of the outer step.
