@@ -243,6 +243,14 @@ class RawWorker:
 
         return background.run(call())
 
+    def read_stream(self, name: str, request: Any) -> list[Any]:
+        """All answers to one request."""
+
+        async def call() -> list[Any]:
+            return [each async for each in getattr(self._stub, name)(request, metadata=self._metadata)]
+
+        return background.run(call())
+
     def stream_bytes(self, name: str, requests: Iterable[bytes]) -> bytes:
         """The same with messages that are bytes, right or wrong."""
 

@@ -41,7 +41,7 @@ class Link:
         self.activity = "starting"
         self._rejoin = rejoin
         self._heartbeat: concurrent.futures.Future[None] | None = None
-        self._note = ("", 0.0)
+        self._said_s: dict[str, float] = {}
         background.run(self.client.open())
 
     def call(self, name: str, attempt: Callable[[], Awaitable[T]]) -> T:
@@ -59,10 +59,10 @@ class Link:
                 self._rejoin()
 
     def say(self, text: str) -> None:
-        """Logs why nothing moves, but not the same over and over. What is before the colon is the subject."""
-        subject, now = text.partition(":")[0], time.monotonic()
-        if subject != self._note[0] or now - self._note[1] >= SAME_NOTE_EVERY_S:
-            self._note = (subject, now)
+        """Logs why nothing moves, but not the same over and over. The first word is the subject."""
+        subject, now = text.partition(" ")[0], time.monotonic()
+        if now - self._said_s.get(subject, -math.inf) >= SAME_NOTE_EVERY_S:
+            self._said_s[subject] = now
             log.info(text)
 
     def keep_alive(self, every_s: float) -> None:

@@ -220,6 +220,7 @@ class Rounds:
         self.number += 1
         self.phase = Phase.ENDED if self.number >= self.policy.rounds else Phase.WAITING
         self.assignments = {}
+        self._regulars |= self.ready  # who waited without a share is waited for, too
         self.ready = set()
         self._enough_since_s = None
         return samples

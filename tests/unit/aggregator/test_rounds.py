@@ -103,6 +103,22 @@ def test_the_first_round_does_not_wait_for_who_joined_but_is_not_ready():
     assert play.ranges_of("bob") is None
 
 
+def test_who_came_while_a_round_was_open_is_waited_for_in_the_next():
+    # Or it would be late for ever: the others are ready again before it has even collected.
+    play = Play(min_workers=1)
+    play.ready("ann")
+    play.decide(0.0)
+    play.ready("bob")
+    play.commit("ann")
+    play.decide(1.0)
+    play.rounds.finish()
+    play.ready("ann")
+    assert play.decide(2.0).reason == "waiting up to 3.0 s more for bob"
+    play.ready("bob")
+    assert play.decide(2.5).phase is Phase.OPEN
+    assert play.ranges_of("bob") is not None
+
+
 def test_a_worker_that_is_gone_is_not_counted_as_ready():
     play = Play(min_workers=2)
     play.ready("ann", "bob")
