@@ -13,7 +13,7 @@ import concurrent.futures
 import contextlib
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -237,11 +237,13 @@ class RawWorker:
     def stream(self, name: str, requests: Iterable[Any]) -> Any:
         """The answer to a stream of requests."""
 
+        messages = list(requests)
+
         async def call() -> Any:
             method = getattr(self._stub, name)
-            return await method(_each(requests), metadata=self._metadata, timeout=TIMEOUT_S)
+            return await method(_each(messages), metadata=self._metadata, timeout=TIMEOUT_S)
 
-        return background.run(call())
+        return _settled(call)
 
     def read_stream(self, name: str, request: Any) -> list[Any]:
         """All answers to one request."""
@@ -253,13 +255,15 @@ class RawWorker:
 
     def stream_bytes(self, name: str, requests: Iterable[bytes]) -> bytes:
         """The same with messages that are bytes, right or wrong."""
+        messages = list(requests)
 
         async def call() -> bytes:
             method = self.channel.stream_unary(f"/gradwire.v1.AggregationService/{name}")
-            answer: bytes = await method(_each(requests), metadata=self._metadata, timeout=TIMEOUT_S)
+            answer: bytes = await method(_each(messages), metadata=self._metadata, timeout=TIMEOUT_S)
             return answer
 
-        return background.run(call())
+        answer: bytes = _settled(call)
+        return answer
 
     def break_off(self, requests: Sequence[Any]) -> None:
         """Sends a part of a contribution, and cancels the call when all of it is on its way."""
@@ -286,3 +290,13 @@ async def _closed(channel: aio.Channel) -> None:
 async def _each(requests: Iterable[Any]) -> AsyncIterator[Any]:
     for request in requests:
         yield request
+
+
+def _settled(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """The answer of a call, repeated where gRPC's client stumbles over one that comes while it still writes."""
+    while True:
+        try:
+            return background.run(call())
+        except aio.AioRpcError as error:
+            if error.details() != "Internal error from Core":
+                raise

@@ -11,6 +11,7 @@ import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 Range = tuple[int, int]  # half-open
 
@@ -109,12 +110,13 @@ class Plan:
         A worker of unknown speed counts as an average one. Every share is a multiple of the inner batch, and may be
         0; they add up to `samples`. What doesn't divide goes to the largest remainders, on a tie to the first name.
         """
-        known = [speed for speed in speeds.values() if speed is not None]
-        average = sum(known) / len(known) if known else 1.0
-        weights = {name: average if speeds[name] is None else float(speeds[name] or 0.0) for name in sorted(speeds)}
-        total = sum(weights.values())
+        # In fractions, so that no rounding decides who gets what.
+        known = [Fraction(speed) for speed in speeds.values() if speed is not None]
+        average = sum(known, Fraction()) / len(known) if known else Fraction(1)
+        weights = {name: average if speed is None else Fraction(speed) for name, speed in sorted(speeds.items())}
+        total = sum(weights.values(), Fraction())
         if total <= 0:
-            weights, total = dict.fromkeys(weights, 1.0), float(len(weights))
+            weights, total = dict.fromkeys(weights, Fraction(1)), Fraction(len(weights))
         units = samples // self._inner_batch
         exact = {name: units * weight / total for name, weight in weights.items()}
         shares = {name: math.floor(share) for name, share in exact.items()}
