@@ -6,10 +6,15 @@ found out by trying the operation once, and the answer is kept.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import platform
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
+import torch.nn.functional as F
 
 from gradwire.errors import ConfigError
 
@@ -37,6 +42,52 @@ def _works(name: str) -> bool:
         return False
 
 
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
+    """What a model's forward pass runs in: bf16 where `precision` is bf16, or auto and the device is faster with it.
+
+    Weights stay float32. Raises ConfigError for bf16 on a device that gets it wrong, and for any other word.
+    """
+    if precision not in ("float32", "bf16", "auto"):
+        raise ConfigError(f"--precision {precision}: allowed are float32, bf16 and auto")
+    enabled = precision != "float32" and _bf16_is_right(device)
+    if precision == "bf16" and not enabled:
+        raise ConfigError(f"--precision bf16: {describe(device)} lacks it, or gets it wrong; try --precision auto")
+    if precision == "auto":
+        enabled = enabled and _bf16_is_faster(device)
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+@functools.cache
+def _bf16_is_right(device: torch.device) -> bool:
+    """Whether a product and causal attention in bf16 are those in float32, but for rounding (pytorch #195910)."""
+    x = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    future = torch.ones(64, 64, dtype=torch.bool).triu(1).to(device)
+    attention = (x @ x.transpose(2, 3) / 8).masked_fill(future, -1e9).softmax(-1) @ x
+    try:
+        half = x.to(torch.bfloat16)
+        pairs = (half @ half, x @ x), (F.scaled_dot_product_attention(half, half, half, is_causal=True), attention)
+        return all(float((a.to(torch.float32) - b).abs().max()) < 0.05 * float(b.abs().max()) for a, b in pairs)
+    except RuntimeError:
+        return False
+
+
+@functools.cache
+def _bf16_is_faster(device: torch.device) -> bool:
+    x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).to(device)
+    return 1.2 * _seconds(x.to(torch.bfloat16)) < _seconds(x)
+
+
+def _seconds(matrix: torch.Tensor) -> float:
+    """The best of a few products."""
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        matrix @ matrix
+        synchronize(matrix.device)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
 def describe(device: torch.device) -> str:
     """The device in words, such as `cuda (NVIDIA L4)`."""
     if device.type == "cuda":
@@ -51,6 +102,21 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     another dtype converts afterwards, on the host.
     """
     return tensor.detach().contiguous().cpu()
+
+
+@contextlib.contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Matrix products of float32 tensors are float32 in here, whatever autocast or TF32 says outside."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [each.fp32_precision for each in backends]
+    try:
+        for each in backends:
+            each.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for each, precision in zip(backends, before, strict=True):
+            each.fp32_precision = precision
 
 
 def synchronize(device: torch.device) -> None:

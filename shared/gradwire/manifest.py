@@ -96,10 +96,13 @@ class Manifest:
             raise ManifestMismatch(f"this worker's model is not the run's. {difference}")
 
 
-_VALUES = {"bf16": 1, "fp32": 2}
+_VALUES = {"bf16": 1, "fp32": 2, "sign": 3}
 _LAYOUTS = {"flat": 1, "tiles": 2}
 _INDICES = {"auto": 1, "u8": 2, "u16": 3, "gap8": 4}
 _NORMALIZATIONS = {"contributors": 1, "senders": 2}
+_TRANSFORMS = {None: 1, "dct": 2}
+_UPDATES = {"coefficients": 1, "sign": 2}
+_CLIPS = {None: 1, "median": 2}
 
 
 def _text(value: str) -> bytes:
@@ -111,7 +114,7 @@ def _scheme_bytes(scheme: Scheme) -> bytes:
     if isinstance(scheme, Dense):
         return struct.pack("<BB", 1, _VALUES[scheme.values])
     return struct.pack(
-        "<BIIBBBQB",
+        "<BIIBBBQBBBB",
         2,
         scheme.k,
         scheme.chunk,
@@ -120,6 +123,9 @@ def _scheme_bytes(scheme: Scheme) -> bytes:
         _INDICES[scheme.indices],
         scheme.dense_below,
         _NORMALIZATIONS[scheme.normalization],
+        _TRANSFORMS[scheme.transform],
+        _UPDATES[scheme.update],
+        _CLIPS[scheme.clip],
     )
 
 

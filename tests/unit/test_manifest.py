@@ -15,7 +15,7 @@ from gradwire.manifest import Entry, Manifest, Role
 from gradwire.v1 import tensors_pb2 as pb
 from gradwire.wire.schemas import entry_batches, entry_from_message, entry_to_message
 
-# A fixed run, and the fingerprint it had when the layout was fixed: it is a contract between versions.
+# Fixed runs, and the bytes that their fingerprints are of: they are a contract between versions.
 PINNED = Manifest(
     "sparseloco",
     (
@@ -25,18 +25,62 @@ PINNED = Manifest(
     ),
 )
 
+PINNED_BYTES = bytes.fromhex(
+    "67726164776972652d6d616e69666573742d3100"  # gradwire-manifest-1
+    "0a00 7370617273656c6f636f 03000000"
+    "0c00 6c617965722e776569676874 01 02 4000000000000000 8000000000000000"  # layer.weight, 64 x 128
+    "02 40000000 00100000 02 01 01 0010000000000000 02 01 01 01"
+    "0a00 6c617965722e62696173 01 01 4000000000000000"  # layer.bias, 64
+    "01 02"
+    "09006e6f726d2e6d65616e 02 00"  # norm.mean
+    "01 01"
+)
+PINNED_DEMO = Manifest(
+    "demo",
+    (
+        Entry(
+            "w",
+            (96, 64),
+            TopK(
+                k=32,
+                chunk=1024,
+                transform="dct",
+                values="sign",
+                indices="gap8",
+                dense_below=300,
+                normalization="senders",
+                update="sign",
+                clip="median",
+            ),
+        ),
+        Entry("v", (9,), TopK(k=1, chunk=9, transform="dct", values="fp32", indices="u8", dense_below=0)),
+    ),
+)
+PINNED_DEMO_BYTES = bytes.fromhex(
+    "67726164776972652d6d616e69666573742d3100 0400 64656d6f 02000000"
+    "0100 77 01 02 6000000000000000 4000000000000000"  # w, 96 x 64
+    "02 20000000 00040000 02 03 04 2c01000000000000 02 02 02 02"
+    "0100 76 01 01 0900000000000000"  # v, 9
+    "02 01000000 09000000 02 02 02 0000000000000000 01 02 01 01"
+)
+
+TOP_K = st.fixed_dictionaries(
+    {
+        "k": st.integers(1, 64),
+        "chunk": st.sampled_from([64, 256]),
+        "values": st.sampled_from(["bf16", "fp32", "sign"]),
+        "indices": st.sampled_from(["auto", "u8", "u16", "gap8"]),
+        "dense_below": st.integers(0, 2**64 - 1),
+        "normalization": st.sampled_from(["contributors", "senders"]),
+        "clip": st.sampled_from([None, "median"]),
+    }
+)
+HOW = st.fixed_dictionaries({"layout": st.sampled_from(["tiles", "flat"])}) | st.fixed_dictionaries(
+    {"transform": st.just("dct"), "update": st.sampled_from(["coefficients", "sign"])}
+)
 SCHEMES = st.one_of(
     st.builds(Dense, values=st.sampled_from(["bf16", "fp32"])),
-    st.builds(
-        TopK,
-        k=st.integers(1, 64),
-        chunk=st.sampled_from([64, 256]),
-        layout=st.sampled_from(["tiles", "flat"]),
-        values=st.sampled_from(["bf16", "fp32"]),
-        indices=st.sampled_from(["auto", "u8", "u16", "gap8"]),
-        dense_below=st.integers(0, 2**64 - 1),
-        normalization=st.sampled_from(["contributors", "senders"]),
-    ),
+    st.builds(lambda fields, how: TopK(**fields, **how), TOP_K, HOW),
 )
 ENTRIES = st.builds(
     Entry,
@@ -70,7 +114,8 @@ def recomputed(manifest: Manifest) -> bytes:
             top_k = message.scheme.top_k
             data += b"\x02" + struct.pack("<I", top_k.k) + struct.pack("<I", top_k.chunk)
             data += bytes([top_k.layout, top_k.values, top_k.indices])
-            data += struct.pack("<Q", top_k.dense_below) + bytes([top_k.normalization])
+            data += struct.pack("<Q", top_k.dense_below)
+            data += bytes([top_k.normalization, top_k.transform, top_k.update, top_k.clip])
     return hashlib.sha256(data).digest()
 
 
@@ -80,9 +125,31 @@ def test_the_fingerprint_is_sha256_over_the_layout(manifest):
     assert manifest.fingerprint == recomputed(manifest)
 
 
-def test_the_fingerprint_is_pinned():
-    assert PINNED.fingerprint == recomputed(PINNED)
-    assert PINNED.fingerprint.hex() == "f815fe0edaab69982cb6fb3952bccd6c92fe2da96aa02853d2849e384dfbcf97"
+@pytest.mark.parametrize(
+    ("manifest", "data"), [(PINNED, PINNED_BYTES), (PINNED_DEMO, PINNED_DEMO_BYTES)], ids=["sparseloco", "demo"]
+)
+def test_the_fingerprint_is_pinned(manifest, data):
+    assert manifest.fingerprint == recomputed(manifest)
+    assert manifest.fingerprint == hashlib.sha256(data).digest()
+
+
+@pytest.mark.parametrize(
+    ("change", "before"),
+    [
+        ({"transform": "dct"}, {}),
+        ({"update": "sign"}, {"transform": "dct"}),
+        ({"clip": "median"}, {}),
+        ({"clip": "median"}, {"transform": "dct", "update": "sign"}),
+        ({"values": "sign"}, {}),
+        ({"values": "sign"}, {"values": "fp32", "transform": "dct"}),
+    ],
+)
+def test_what_is_done_to_the_values_is_part_of_the_fingerprint(change, before):
+    one, other = (Manifest("m", (Entry("w", (8, 8), TopK(**fields)),)) for fields in (before, before | change))
+    assert one.fingerprint != other.fingerprint
+    ((field, value),) = change.items()
+    with pytest.raises(ManifestMismatch, match=f"w: TopK.* here, TopK.*{field}='{value}'.* in the run"):
+        one.require_same(other)
 
 
 @settings(deadline=None)
@@ -219,7 +286,16 @@ def test_a_manifest_of_too_many_tensors_is_refused(monkeypatch):
         (lambda m: setattr(m.scheme.top_k, "values", 0), "w: its scheme has the number 0 where one of"),
         (lambda m: setattr(m.scheme.top_k, "indices", 99), "w: its scheme has the number 99 where one of"),
         (lambda m: setattr(m.scheme.top_k, "normalization", 3), "w: its scheme has the number 3 where one of"),
+        (lambda m: setattr(m.scheme.top_k, "transform", 0), "w: its scheme has the number 0 where one of"),
+        (lambda m: setattr(m.scheme.top_k, "transform", 3), "w: its scheme has the number 3 where one of"),
+        (lambda m: setattr(m.scheme.top_k, "update", 0), "w: its scheme has the number 0 where one of"),
+        (lambda m: setattr(m.scheme.top_k, "update", 3), "w: its scheme has the number 3 where one of"),
+        (lambda m: setattr(m.scheme.top_k, "update", 2), "w: TopK.update = 'sign' needs transform 'dct'"),
+        (lambda m: setattr(m.scheme.top_k, "clip", 0), "w: its scheme has the number 0 where one of"),
+        (lambda m: setattr(m.scheme.top_k, "clip", 3), "w: its scheme has the number 3 where one of"),
+        (lambda m: m.scheme.top_k.MergeFrom(pb.TopKScheme(layout=1, transform=2)), "w: TopK.transform = 'dct' needs"),
         (lambda m: setattr(m.scheme.dense, "values", 5), "w: its scheme has the number 5 where one of"),
+        (lambda m: setattr(m.scheme.dense, "values", 3), "w: its scheme has the number 3 where one of"),
         (lambda m: setattr(m.scheme.top_k, "k", 0), "w: TopK.k = 0"),
         (lambda m: setattr(m.scheme.top_k, "chunk", 2**31), "w: TopK.chunk = 2147483648"),
         (lambda m: setattr(m, "name", ""), "1 to 1024 bytes"),

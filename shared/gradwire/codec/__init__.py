@@ -8,16 +8,16 @@ mean    = codec.average([encoded, ...], weights=[...], scheme=scheme, shape=shap
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from gradwire.codec import indices, values
+from gradwire.codec import dct, indices, values
 from gradwire.codec.average import average
 from gradwire.codec.bounds import Bounds, bounds, check_whole, entry_counts
 from gradwire.codec.pieces import Joiner, Piece, cut, is_aggregate
-from gradwire.codec.scheme import Dense, Encoded, Form, Scheme, TopK, index_forms, is_dense
+from gradwire.codec.scheme import Dense, Encoded, Form, Scheme, TopK, index_forms, is_dense, value_kind, whole_kind
 from gradwire.codec.select import top_k
 from gradwire.codec.tiles import Ints, Layout, layout_of
 from gradwire.device import to_host
@@ -38,6 +38,7 @@ __all__ = [
     "cut",
     "decode",
     "encode",
+    "is_aggregate",
     "layout_of",
 ]
 
@@ -52,14 +53,12 @@ def encode(tensor: torch.Tensor, scheme: Scheme, *, name: str = "tensor") -> Enc
     """
     flat = _finite_float32(tensor, name)
     if not isinstance(scheme, TopK) or is_dense(scheme, flat.numel()):
-        return Encoded(Form.DENSE, values.pack(to_host(flat), scheme.values, name=name))
+        return Encoded(Form.DENSE, values.pack(to_host(flat), whole_kind(scheme), name=name))
     layout = layout_of(scheme, tensor.shape)
-    chosen, kept = top_k(layout.to_chunks(flat), layout)
-    packed = values.pack(kept, scheme.values, name=name)
-    counts, lengths = layout.kept_counts(), layout.lengths()
-    candidates = ((form, indices.pack(form, chosen.numpy(), counts, lengths)) for form in index_forms(scheme))
-    form, index_bytes = min(candidates, key=lambda candidate: len(candidate[1]))
-    return Encoded(form, packed, index_bytes)
+    coefficients = layout.to_chunks(flat)
+    if scheme.transform == "dct":
+        coefficients = dct.transform(coefficients, layout.tile_or_row)
+    return _encoded(*top_k(coefficients, layout), layout, scheme, name)
 
 
 def decode(
@@ -67,18 +66,37 @@ def decode(
 ) -> torch.Tensor:
     """The tensor that `encoded`, a contribution or an aggregate, stands for: contiguous float32 on `device`.
 
+    Any transform is undone, on `device`. In form SIGN the tensor holds +1, -1, and 0 where nothing came.
+
     Raises MalformedTensor if it stands for none of `shape`.
     """
     shape = tuple(int(size) for size in shape)
     aggregate = is_aggregate(encoded)
     check_whole(encoded, scheme, shape, aggregate=aggregate)
-    values.check_finite(encoded.values, scheme.values)
-    entries = values.unpack(encoded.values, scheme.values)
     if encoded.form is Form.DENSE or not isinstance(scheme, TopK):
-        return entries.view(shape).to(device)
+        return _decoded_dense(encoded.values, scheme, shape, device)
     layout = layout_of(scheme, shape)
-    counts = entry_counts(layout, encoded.counts, first=0, count=layout.chunks, aggregate=aggregate)
-    return _scattered(encoded, entries, counts, layout).to(device)
+    counts = entry_counts(layout, encoded.counts, form=encoded.form, first=0, count=layout.chunks, aggregate=aggregate)
+    kind = value_kind(scheme, encoded.form, aggregate=aggregate)
+    values.check(encoded.values, encoded.scales, kind, counts)
+    if encoded.form is Form.SIGN:
+        return layout.from_chunks(_signs(encoded.values, counts, layout).to(device))
+    entries = values.read(encoded.values, encoded.scales, kind, counts)
+    flat = _scattered(encoded, entries, counts, layout, device)
+    return layout.from_chunks(dct.invert(flat, layout.tile_or_row) if scheme.transform == "dct" else flat)
+
+
+def _encoded(chosen: torch.Tensor, kept: torch.Tensor, layout: Layout, scheme: TopK, name: str) -> Encoded:
+    """Selected coefficients on the host, as bytes."""
+    counts, lengths = layout.kept_counts(), layout.lengths()
+    scales = b""
+    if scheme.values == "sign":
+        packed, scales = values.pack_signs(kept, counts, name=name)
+    else:
+        packed = values.pack(kept, scheme.values, name=name)
+    candidates = ((form, indices.pack(form, chosen.numpy(), counts, lengths)) for form in index_forms(scheme))
+    form, index_bytes = min(candidates, key=lambda candidate: len(candidate[1]))
+    return Encoded(form, packed, index_bytes, scales=scales)
 
 
 def _finite_float32(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -86,21 +104,39 @@ def _finite_float32(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if not tensor.is_floating_point():
         raise ConfigError(f"{name}: only float tensors can be encoded; its dtype is {tensor.dtype}")
     flat = tensor.detach().contiguous().to(torch.float32)
-    # A sum is finite only if every term is. It may overflow without one that isn't, so only then count them.
-    if not math.isfinite(flat.sum().item()):
+    if not values.all_finite(flat):
         broken = int((~torch.isfinite(flat)).sum().item())
-        if broken:
-            raise NonFiniteGradient(f"{name}: {broken} of {flat.numel()} values are not finite")
+        raise NonFiniteGradient(f"{name}: {broken} of {flat.numel()} values are not finite")
     return flat
 
 
-def _scattered(encoded: Encoded, entries: torch.Tensor, counts: Ints, layout: Layout) -> torch.Tensor:
-    """The dense tensor on the host: `entries` at their places, +0.0 elsewhere."""
-    flat = torch.zeros(layout.numel)
-    lengths, taken = layout.lengths(), 0
-    blocks = indices.blocks(encoded.form, encoded.indices, counts, lengths)
-    for chosen, (low, high) in zip(blocks, indices.spans(lengths), strict=True):
-        at = torch.from_numpy(layout.positions(chosen, counts[low:high], low))
-        flat.index_copy_(0, at, entries[taken : taken + len(chosen)])
-        taken += len(chosen)
-    return flat.view(layout.shape)
+def _decoded_dense(data: bytes, scheme: Scheme, shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
+    kind = whole_kind(scheme)
+    values.check(data, b"", kind, np.empty(0, np.int64))
+    dense = values.unpack(data, kind).view(shape).to(device)
+    if isinstance(scheme, TopK) and scheme.transform == "dct" and not is_dense(scheme, dense.numel()):
+        layout = layout_of(scheme, shape)
+        return layout.from_chunks(dct.invert(layout.to_chunks(dense), layout.tile_or_row))
+    return dense
+
+
+def _scattered(
+    encoded: Encoded, entries: torch.Tensor, counts: Ints, layout: Layout, device: torch.device | str
+) -> torch.Tensor:
+    """Coefficients in chunk order, 1-D on `device`: `entries` at their places, +0.0 elsewhere."""
+    lengths = layout.lengths()
+    places = [
+        own.astype(np.int64) + low * layout.length
+        for own, (low, _) in zip(
+            indices.blocks(encoded.form, encoded.indices, counts, lengths), indices.spans(lengths), strict=True
+        )
+    ]
+    at = torch.from_numpy(np.concatenate(places)).to(device)
+    return torch.zeros(layout.numel, device=device).scatter_(0, at, entries.to(device))
+
+
+def _signs(data: bytes, counts: Ints, layout: Layout) -> torch.Tensor:
+    """Every weight's sign in chunk order, 1-D on the host; 0.0 in chunks without an entry."""
+    signs = torch.zeros(layout.numel)
+    signs[torch.from_numpy(np.repeat(counts > 0, layout.lengths()))] = values.signs_of(data, counts)
+    return signs

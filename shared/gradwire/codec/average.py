@@ -8,20 +8,23 @@ et al., 2025).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradwire.codec import indices, values
+from gradwire.codec import dct, indices, values
 from gradwire.codec.bounds import check_whole
-from gradwire.codec.scheme import Encoded, Form, Scheme, TopK, ValueKind
+from gradwire.codec.indices import Places
+from gradwire.codec.scheme import Encoded, Form, Scheme, TopK, WholeKind, value_kind, whole_kind
 from gradwire.codec.tiles import Ints, Layout, layout_of
-from gradwire.errors import ConfigError
+from gradwire.codec.values import all_finite
+from gradwire.errors import ConfigError, NonFiniteGradient
 
 DENSE_BLOCK: Final = 1 << 17  # elements of a dense tensor averaged at once
+_NO_COUNTS: Final = np.empty(0, np.int64)
 
 
 def average(
@@ -37,7 +40,9 @@ def average(
     contributions: each encoded under `scheme` from a tensor of `shape`. None is a worker without a gradient
         for this tensor: a zero with its weight under "contributors" and Dense, no sender under "senders".
     Returns the union of their coefficients in the shortest of GAP8, BITMAP and DENSE, in the values' own
-    kind; None if all are None. One contribution alone decodes to itself, bit for bit.
+    kind (signs as bf16), or, of sparse tensors under update "sign", form SIGN: the sign of every weight, an exact
+    0 as +1, and nothing of a chunk whose coefficients are all 0. None if all are None. One contribution alone
+    decodes to itself, bit for bit.
 
     Raises MalformedTensor for a contribution that isn't one of `scheme` and `shape`, ConfigError for weights
     that are negative, not finite or sum to 0, NonFiniteGradient, naming `name`, for a mean that overflows.
@@ -57,9 +62,16 @@ def average(
         check_whole(each, scheme, shape, aggregate=False)
     total = _total([weight for _, weight in counted], name)
     shares = [float(np.float32(weight / total)) for each, weight in counted if each is not None]
-    if isinstance(scheme, TopK) and present[0].form is not Form.DENSE:
-        return _average_sparse(present, shares, by_senders, scheme, layout_of(scheme, shape), name)
-    return _average_dense(present, shares, by_senders, scheme.values, math.prod(shape), name)
+    sparse = isinstance(scheme, TopK) and present[0].form is not Form.DENSE
+    senders = [_Sender(each, scheme, shape, share) for each, share in zip(present, shares, strict=True)]
+    if isinstance(scheme, TopK) and scheme.clip == "median":
+        _clip_to_median(senders)
+    kind = whole_kind(scheme)
+    if not sparse or not isinstance(scheme, TopK):
+        return _average_dense(senders, by_senders, kind, name)
+    layout = layout_of(scheme, shape)
+    means = _means(senders, by_senders, layout)
+    return _signs(means, layout, name) if scheme.update == "sign" else _union(means, layout, kind, name)
 
 
 def _total(weights: Sequence[float], name: str) -> float:
@@ -72,54 +84,120 @@ def _total(weights: Sequence[float], name: str) -> float:
     return total
 
 
-def _average_dense(
-    present: list[Encoded], shares: list[float], by_senders: bool, kind: ValueKind, numel: int, name: str
-) -> Encoded:
-    width = values.WIDTH[kind]
-    data = [memoryview(each.values) for each in present]
+class _Sender:
+    """One worker's contribution to a tensor, read in blocks; its `clip` scales all of its values."""
+
+    def __init__(self, encoded: Encoded, scheme: Scheme, shape: Sequence[int], share: float) -> None:
+        self.encoded = encoded
+        self.share = share
+        self.clip = 1.0
+        self.kind = value_kind(scheme, encoded.form, aggregate=False)
+        self._layout = layout_of(scheme, shape) if isinstance(scheme, TopK) and encoded.form is not Form.DENSE else None
+
+    def blocks(self) -> Iterator[torch.Tensor]:
+        """Its values, 1-D float32, block by block: of `DENSE_BLOCK` elements, or of `indices.spans`."""
+        data, scales = memoryview(self.encoded.values), memoryview(self.encoded.scales)
+        if self._layout is None:
+            step = DENSE_BLOCK * values.WIDTH[self.kind]
+            for start in range(0, len(data), step):
+                yield self._clipped(values.read(data[start : start + step], b"", self.kind, _NO_COUNTS))
+            return
+        kept = self._layout.kept_counts()
+        borders = np.concatenate([[0], np.cumsum(values.chunk_bytes(self.kind, kept))])
+        for low, high in indices.spans(self._layout.lengths()):
+            own_values = data[borders[low] : borders[high]]
+            own_scales = scales[values.SCALE_BYTES * low : values.SCALE_BYTES * high]
+            yield self._clipped(values.read(own_values, own_scales, self.kind, kept[low:high]))
+
+    def _clipped(self, block: torch.Tensor) -> torch.Tensor:
+        return block if self.clip == 1.0 else block.mul_(self.clip)
+
+    def comes_back(self, least: float) -> bool:
+        """Whether each of its values, times its share and divided by it in float32, rounds to itself as bf16.
+
+        It does unless digits get lost, which they do where the product is subnormal.
+        """
+        if self.kind != "bf16" or self.clip != 1.0 or not least:
+            return False
+        with np.errstate(over="ignore"):
+            limit = (np.float32(2.0**-126 / least).view(np.uint32) >> 16) + 1
+        magnitudes = np.frombuffer(self.encoded.values, dtype="<u2") & 0x7FFF
+        return not ((magnitudes < limit) & (magnitudes > 0)).any()
+
+
+def _clip_to_median(senders: list[_Sender]) -> None:
+    norms = [math.sqrt(sum(float(block.double().square().sum()) for block in each.blocks())) for each in senders]
+    median = sorted(norms)[(len(norms) - 1) // 2]
+    for each, norm in zip(senders, norms, strict=True):
+        if norm > median:
+            each.clip = float(np.float32(median / norm))
+
+
+def _average_dense(senders: list[_Sender], by_senders: bool, kind: WholeKind, name: str) -> Encoded:
     packed = []
-    for low in range(0, numel, DENSE_BLOCK):
-        cut = slice(low * width, (low + DENSE_BLOCK) * width)
-        if by_senders and len(data) == 1:
-            mean = values.unpack(data[0][cut], kind)
-        else:
-            mean = values.unpack(data[0][cut], kind).mul_(shares[0])
-            for each, share in zip(data[1:], shares[1:], strict=True):
-                mean.add_(values.unpack(each[cut], kind).mul_(share))
-            if by_senders:
-                mean.div_(_sum_float32(shares))
+    total = _sum_float32([each.share for each in senders])
+    for first, *others in zip(*(each.blocks() for each in senders), strict=True):
+        mean = first
+        if not by_senders or others:
+            mean.mul_(senders[0].share)
+        for each, sender in zip(others, senders[1:], strict=True):
+            mean.add_(each.mul_(sender.share))
+        if by_senders and others:
+            mean.div_(total)
         packed.append(values.pack(mean, kind, name=name))
     return Encoded(Form.DENSE, b"".join(packed))
 
 
-def _average_sparse(
-    present: list[Encoded], shares: list[float], by_senders: bool, scheme: TopK, layout: Layout, name: str
-) -> Encoded:
-    kind, width = scheme.values, values.WIDTH[scheme.values]
+class _Means(NamedTuple):
+    """The mean coefficients of chunks [low, high), all of `length`."""
+
+    low: int
+    high: int
+    length: int
+    where: Places  # ascending, counted from the first of these chunks
+    mean: torch.Tensor  # float32
+
+
+def _means(senders: list[_Sender], by_senders: bool, layout: Layout) -> Iterator[_Means]:
     lengths, kept = layout.lengths(), layout.kept_counts()
-    readers = [indices.blocks(each.form, each.indices, kept, lengths) for each in present]
-    data = [memoryview(each.values) for each in present]
-    keep_lone = by_senders and not (kind == "bf16" and all(_come_back(each, shares) for each in data))
+    readers = [indices.blocks(each.encoded.form, each.encoded.indices, kept, lengths) for each in senders]
+    shares = [each.share for each in senders]
+    keep_lone = by_senders and not all(each.comes_back(min(shares)) for each in senders)
     block = _Block(min(layout.numel, max(indices.BLOCK, layout.length)), shares, by_senders, keep_lone)
+    sent = zip(*(each.blocks() for each in senders), strict=True)
+    # The readers come first in the zip, so that each is run to its end, where it checks for left-over bytes.
+    for *chosen, own, (low, high) in zip(*readers, sent, indices.spans(lengths), strict=True):
+        yield _Means(low, high, int(lengths[low]), *block.mean(chosen, list(own)))
+
+
+def _union(means: Iterator[_Means], layout: Layout, kind: WholeKind, name: str) -> Encoded:
     packed: list[bytes] = []
     union: list[npt.NDArray[np.uint16]] = []
     counts: list[Ints] = []
-    offset, alike = 0, (0, 0)  # blocks of as many chunks of the same length share their `starts`
-    # The readers come first in the zip, so that each is run to its end, where it checks for left-over bytes.
-    for *chosen, (low, high) in zip(*readers, indices.spans(lengths), strict=True):
-        chunks, length = high - low, int(lengths[low])
-        if (chunks, length) != alike:
-            alike, starts = (chunks, length), indices.chunk_starts(kept[low:high], length)
-        end = offset + len(starts) * width
-        positions = [own + starts for own in chosen]
-        sent = [values.unpack(each[offset:end], kind) for each in data]
-        where, mean = block.mean(positions, sent)
+    for low, high, length, where, mean in means:
         packed.append(values.pack(mean, kind, name=name))
-        borders = np.searchsorted(where, np.arange(chunks + 1, dtype=np.int32) * length)
+        borders = np.searchsorted(where, np.arange(high - low + 1, dtype=np.int32) * length)
         counts.append(borders[1:] - borders[:-1])
         union.append((where - indices.chunk_starts(counts[-1], length)).astype(np.uint16))
-        offset = end
     return _shortest(b"".join(packed), np.concatenate(union), np.concatenate(counts), layout, kind)
+
+
+def _signs(means: Iterator[_Means], layout: Layout, name: str) -> Encoded:
+    packed: list[bytes] = []
+    counts: list[Ints] = []
+    for low, high, length, where, mean in means:
+        coefficients = torch.zeros((high - low) * length)
+        coefficients[torch.from_numpy(where.astype(np.int64))] = mean
+        touched = np.zeros(high - low, dtype=np.bool_)
+        touched[where[(mean != 0).numpy()] // length] = True
+        weights = dct.invert(coefficients, layout.tile_or_row)
+        if not all_finite(weights):
+            raise NonFiniteGradient(f"{name}: the mean of the contributions is not finite")
+        if not touched.all():
+            weights = weights.view(-1, length)[torch.from_numpy(touched)].view(-1)
+        counts.append(touched * np.int64(length))
+        packed.append(values.sign_bits(weights, counts[-1][touched]))
+    return Encoded(Form.SIGN, b"".join(packed), counts=np.concatenate(counts).astype("<u2").tobytes())
 
 
 class _Block:
@@ -137,16 +215,16 @@ class _Block:
         self._weights = torch.zeros(size) if by_senders and not alike else None
         self._latest = torch.empty(size) if keep_lone else None
 
-    def mean(self, positions: list[Ints], sent: list[torch.Tensor]) -> tuple[npt.NDArray[np.int32], torch.Tensor]:
-        """(the sorted union of `positions`, the mean at each): positions are unique within one worker's."""
-        for own, each, share in zip(positions, sent, self._shares, strict=True):
-            at = torch.from_numpy(own)
+    def mean(self, places: list[Places], sent: list[torch.Tensor]) -> tuple[Places, torch.Tensor]:
+        """(the sorted union of `places`, the mean at each): places are unique within one worker's."""
+        for own, each, share in zip(places, sent, self._shares, strict=True):
+            at = torch.from_numpy(own.astype(np.int64))
             if self._latest is not None:
                 self._latest.index_copy_(0, at, each)
             if self._weights is not None:
                 self._weights.scatter_add_(0, at, torch.full_like(each, share))
             self._sums.scatter_add_(0, at, each.mul_(share))
-        ordered = np.concatenate([own.astype(np.int32) for own in positions])
+        ordered = np.concatenate(places)
         ordered.sort()
         begins = np.ones(ordered.size, dtype=np.bool_)
         np.not_equal(ordered[1:], ordered[:-1], out=begins[1:])
@@ -166,21 +244,7 @@ class _Block:
         return union, mean
 
 
-def _come_back(values: memoryview, shares: list[float]) -> bool:
-    """Whether each bf16 value, times a share and divided by it in float32, rounds to itself in bf16.
-
-    It does unless digits get lost, which they do where the product is subnormal.
-    """
-    least = min(shares)
-    if not least:
-        return False
-    with np.errstate(over="ignore"):
-        limit = (np.float32(2.0**-126 / least).view(np.uint32) >> 16) + 1
-    magnitudes = np.frombuffer(values, dtype="<u2") & 0x7FFF
-    return not ((magnitudes < limit) & (magnitudes > 0)).any()
-
-
-def _shortest(packed: bytes, union: npt.NDArray[np.uint16], counts: Ints, layout: Layout, kind: ValueKind) -> Encoded:
+def _shortest(packed: bytes, union: npt.NDArray[np.uint16], counts: Ints, layout: Layout, kind: WholeKind) -> Encoded:
     lengths = layout.lengths()
     gaps = indices.pack(Form.GAP8, union, counts, lengths)
     form = Form.GAP8 if len(gaps) <= indices.max_bytes(Form.BITMAP, counts, lengths) else Form.BITMAP

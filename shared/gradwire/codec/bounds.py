@@ -9,17 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwire.codec import indices, values
-from gradwire.codec.scheme import Encoded, Form, Scheme, TopK, index_forms, is_dense
+from gradwire.codec.scheme import Encoded, Form, Scheme, TopK, index_forms, is_dense, value_kind
 from gradwire.codec.tiles import Ints, Layout, layout_of
 from gradwire.errors import MalformedTensor
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bytes of the values, exactly, and of the indices, at most."""
+    """Bytes of the values and scales, exactly, and of the indices, at most."""
 
     values_bytes: int
     indices_bytes: int
+    scales_bytes: int = 0
 
 
 def bounds(
@@ -34,7 +35,7 @@ def bounds(
 ) -> Bounds:
     """The sizes that chunks [first, first + count) (elements, in form DENSE) of a tensor of `shape` can have.
 
-    counts: u16 entries per chunk of a sparse aggregate; empty in a contribution and in form DENSE.
+    counts: u16 entries per chunk of an aggregate; empty in a contribution and in form DENSE.
 
     Raises MalformedTensor for a form that `scheme` doesn't allow there, a range that is empty or leaves the
     tensor, or counts that can't be: before anything is allocated in proportion to a number that a peer sent.
@@ -48,21 +49,25 @@ def bounds(
     if first < 0 or count < 1 or first + count > total:
         unit = "elements" if form is Form.DENSE else "chunks"
         raise MalformedTensor(f"{unit} {first} to {first + count - 1} of a tensor that has {total} {unit}")
-    width = values.WIDTH[scheme.values]
+    kind = value_kind(scheme, form, aggregate=aggregate)
     if form is Form.DENSE or not isinstance(scheme, TopK):
         if counts:
             raise MalformedTensor("a dense tensor with counts per chunk")
-        return Bounds(count * width, 0)
+        return Bounds(count * values.WIDTH[kind], 0)
     layout = layout_of(scheme, shape)
-    entries = entry_counts(layout, counts, first=first, count=count, aggregate=aggregate)
-    return Bounds(int(entries.sum()) * width, indices.max_bytes(form, entries, layout.lengths(first, count)))
+    entries = entry_counts(layout, counts, form=form, first=first, count=count, aggregate=aggregate)
+    return Bounds(
+        values_bytes=int(values.chunk_bytes(kind, entries).sum()),
+        indices_bytes=indices.max_bytes(form, entries, layout.lengths(first, count)),
+        scales_bytes=count * values.SCALE_BYTES if kind == "sign" and not aggregate else 0,
+    )
 
 
-def entry_counts(layout: Layout, counts: bytes, *, first: int, count: int, aggregate: bool) -> Ints:
-    """Entries of each of the chunks [first, first + count), a range inside the tensor: int64, at least 1.
+def entry_counts(layout: Layout, counts: bytes, *, form: Form, first: int, count: int, aggregate: bool) -> Ints:
+    """Entries of each of the chunks [first, first + count), a range inside the tensor: int64.
 
     Raises MalformedTensor for counts in a contribution, and in an aggregate for any that is below what one
-    contributor sends of that chunk or above the chunk's length.
+    contributor sends of that chunk or above the chunk's length; in form SIGN for any but 0 and the length.
     """
     kept = layout.kept_counts(first, count)
     if not aggregate:
@@ -71,14 +76,16 @@ def entry_counts(layout: Layout, counts: bytes, *, first: int, count: int, aggre
         return kept
     if len(counts) != 2 * count:
         raise MalformedTensor(f"{len(counts)} bytes of counts for {count} chunks, 2 bytes each")
-    entries = np.frombuffer(counts, dtype="<u2").astype(np.int64)
-    wrong = (entries < kept) | (entries > layout.lengths(first, count))
+    entries, lengths = np.frombuffer(counts, dtype="<u2").astype(np.int64), layout.lengths(first, count)
+    if form is Form.SIGN:
+        wrong, possible = (entries != 0) & (entries != lengths), "0 or {length} (its length)"
+    else:
+        wrong = (entries < kept) | (entries > lengths)
+        possible = "{kept} (sent by one worker) to {length} (its length)"
     if wrong.any():
-        where = int(np.argmax(wrong))
-        raise MalformedTensor(
-            f"chunk {first + where} with a count of {entries[where]}: possible are {kept[where]} (sent by one"
-            f" worker) to {layout.lengths(first + where, 1)[0]} (its length)"
-        )
+        at = int(np.argmax(wrong))
+        words = possible.format(kept=kept[at], length=lengths[at])
+        raise MalformedTensor(f"chunk {first + at} with a count of {entries[at]}: possible are {words}")
     return entries
 
 
@@ -106,13 +113,15 @@ def check_sizes(encoded: Encoded, limits: Bounds) -> None:
         raise MalformedTensor(f"{len(encoded.values)} bytes of values; there should be {limits.values_bytes}")
     if len(encoded.indices) > limits.indices_bytes:
         raise MalformedTensor(f"{len(encoded.indices)} bytes of indices; there can be {limits.indices_bytes} at most")
-    if encoded.scales:
-        raise MalformedTensor(f"{len(encoded.scales)} bytes of scales; values without signs have none")
+    if len(encoded.scales) != limits.scales_bytes:
+        raise MalformedTensor(f"{len(encoded.scales)} bytes of scales; there should be {limits.scales_bytes}")
 
 
 def _allowed_forms(scheme: Scheme, shape: Sequence[int], aggregate: bool) -> tuple[Form, ...]:
     if not isinstance(scheme, TopK) or is_dense(scheme, math.prod(shape)):
         return (Form.DENSE,)
+    if aggregate and scheme.update == "sign":
+        return (Form.SIGN,)
     return (Form.GAP8, Form.BITMAP, Form.DENSE) if aggregate else index_forms(scheme)
 
 

@@ -3,7 +3,7 @@
 Everywhere here: `indices` are relative to their chunk and ascending within it, chunk after chunk in one 1-D
 array; `counts` (int64, each at least 1) says how many each chunk has, `lengths` (int64) out of how many
 coefficients; only the last length may differ from the others. Work goes in blocks of chunks that fit the
-cache.
+cache, and what is unpacked are places in the block: index + number of the chunk in the block * length of its chunks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from gradwire.codec.tiles import Ints
 from gradwire.errors import MalformedTensor
 
 Bytes = npt.NDArray[np.uint8]
+Places = npt.NDArray[np.int32]
 
-BLOCK: Final = 1 << 19  # coefficients whose chunks are unpacked at once, 2 MiB as float32
+BLOCK: Final = 1 << 20  # coefficients whose chunks are unpacked at once, 4 MiB as float32
 ESCAPE: Final = 255  # GAP8: this byte adds 255 to the gap and the gap goes on
-_WIDTH: Final = {Form.U8: 1, Form.U16: 2}
+_WIDTH: Final = {Form.U8: 1, Form.U16: 2, Form.SIGN: 0}
 
 
 def pack(form: Form, indices: npt.NDArray[Any], counts: Ints, lengths: Ints) -> bytes:
@@ -40,11 +41,15 @@ def pack(form: Form, indices: npt.NDArray[Any], counts: Ints, lengths: Ints) -> 
 
 def unpack(form: Form, data: bytes, counts: Ints, lengths: Ints, *, first: int = 0) -> Ints:
     """All the indices in `data`, int64. Raises MalformedTensor as `blocks` does."""
-    return np.concatenate([np.empty(0, np.int64), *blocks(form, data, counts, lengths, first=first)])
+    found = [np.empty(0, np.int64)]
+    blocks_of_places = blocks(form, data, counts, lengths, first=first)
+    for places, (low, high) in zip(blocks_of_places, spans(lengths), strict=True):
+        found.append(places - chunk_starts(counts[low:high], int(lengths[low])))
+    return np.concatenate(found)
 
 
-def blocks(form: Form, data: bytes, counts: Ints, lengths: Ints, *, first: int = 0) -> Iterator[Ints]:
-    """The indices of each of `spans(lengths)` in turn, int64, checked in full.
+def blocks(form: Form, data: bytes, counts: Ints, lengths: Ints, *, first: int = 0) -> Iterator[Places]:
+    """The places in each of the blocks `spans(lengths)` in turn, int32, ascending, checked in full.
 
     Raises MalformedTensor, with the number of the chunk (`first` is the number of counts[0]), where there
     are too few or too many bytes, indices that don't ascend or leave their chunk, or spare bits that are set.
@@ -53,9 +58,9 @@ def blocks(form: Form, data: bytes, counts: Ints, lengths: Ints, *, first: int =
     offset = 0
     for low, high in spans(lengths):
         window = raw[offset : offset + int(max_bytes(form, counts[low:high], lengths[low:high]))]
-        indices, used = _UNPACK[form](window, counts[low:high], int(lengths[low]), first + low)
+        places, used = _UNPACK[form](window, counts[low:high], int(lengths[low]), first + low)
         offset += used
-        yield indices
+        yield places
     if offset != raw.size:
         raise MalformedTensor(f"{raw.size - offset} bytes of indices left over after chunk {first + len(counts) - 1}")
 
@@ -102,11 +107,15 @@ def _pack_gap8(indices: npt.NDArray[Any], counts: Ints, length: int) -> Bytes:
     firsts = gaps[starts]
     gaps[1:] -= gaps[:-1] + 1
     gaps[starts] = firsts
-    escapes = gaps // ESCAPE
-    if not escapes.any():
+    long = np.flatnonzero(gaps >= ESCAPE)
+    if not long.size:
         return gaps.astype(np.uint8)
-    packed = np.full(gaps.size + int(escapes.sum()), ESCAPE, dtype=np.uint8)
-    packed[np.arange(gaps.size) + np.cumsum(escapes)] = gaps - ESCAPE * escapes
+    escapes = gaps[long] // ESCAPE
+    gaps[long] -= ESCAPE * escapes
+    closes = np.ones(gaps.size + int(escapes.sum()), dtype=np.bool_)
+    closes[np.repeat(long, escapes) + np.arange(int(escapes.sum()))] = False
+    packed = np.full(closes.size, ESCAPE, dtype=np.uint8)
+    packed[closes] = gaps
     return packed
 
 
@@ -121,19 +130,19 @@ def chunk_starts(counts: Ints, length: int) -> Ints:
     return np.repeat(np.arange(len(counts), dtype=np.int64) * length, counts)
 
 
-def _unpack_u8(window: Bytes, counts: Ints, length: int, first: int) -> tuple[Ints, int]:
+def _unpack_u8(window: Bytes, counts: Ints, length: int, first: int) -> tuple[Places, int]:
     return _unpack_fixed(window, 1, counts, length, first)
 
 
-def _unpack_u16(window: Bytes, counts: Ints, length: int, first: int) -> tuple[Ints, int]:
+def _unpack_u16(window: Bytes, counts: Ints, length: int, first: int) -> tuple[Places, int]:
     return _unpack_fixed(window, 2, counts, length, first)
 
 
-def _unpack_fixed(window: Bytes, width: int, counts: Ints, length: int, first: int) -> tuple[Ints, int]:
+def _unpack_fixed(window: Bytes, width: int, counts: Ints, length: int, first: int) -> tuple[Places, int]:
     total = int(counts.sum())
     if window.size < total * width:
         _ends_early(counts, window.size // width, first)
-    indices = window.view(f"<u{width}").astype(np.int64)
+    indices = window.view(f"<u{width}").astype(np.int32)
     ends = np.cumsum(counts)
     steps = indices[1:] - indices[:-1]
     steps[ends[:-1] - 1] = 1
@@ -141,41 +150,46 @@ def _unpack_fixed(window: Bytes, width: int, counts: Ints, length: int, first: i
         where = int(np.searchsorted(ends, int(np.argmax(steps <= 0)) + 1, side="right"))
         raise MalformedTensor(f"the indices of chunk {first + where} don't ascend")
     _check_range(indices[ends - 1], length, first)
-    return indices, total * width
+    return _shifted(indices, counts, np.arange(len(counts)) * length), total * width
 
 
-def _unpack_gap8(window: Bytes, counts: Ints, length: int, first: int) -> tuple[Ints, int]:
+def _unpack_gap8(window: Bytes, counts: Ints, length: int, first: int) -> tuple[Places, int]:
     ends = np.cumsum(counts)
     total = int(ends[-1])
-    closing = np.flatnonzero(window != ESCAPE)[:total]
-    if closing.size < total:
-        complete = int(np.searchsorted(ends, closing.size, side="right"))
+    closes = window != ESCAPE
+    escapes = np.flatnonzero(~closes)
+    owners = escapes - np.arange(escapes.size)  # the entry whose gap each of them belongs to
+    gaps = window[closes][:total].astype(np.int32)
+    owners = owners[: np.searchsorted(owners, gaps.size)]
+    np.add.at(gaps, owners, np.int32(ESCAPE))  # its own type, or numpy takes ten times as long
+    if gaps.size < total:
+        complete = int(np.searchsorted(ends, gaps.size, side="right"))
         if complete:  # a gap that leaves an earlier chunk has eaten the bytes of the last
-            entries = int(ends[complete - 1])
-            _indices_from_gaps(window, closing[:entries], counts[:complete], ends[:complete], length, first)
-        _ends_early(counts, closing.size, first)
-    return _indices_from_gaps(window, closing, counts, ends, length, first), int(closing[-1]) + 1
+            _places_from_gaps(gaps[: ends[complete - 1]], counts[:complete], ends[:complete], length, first)
+        _ends_early(counts, gaps.size, first)
+    return _places_from_gaps(gaps, counts, ends, length, first), total + owners.size
 
 
-def _indices_from_gaps(window: Bytes, closing: Ints, counts: Ints, ends: Ints, length: int, first: int) -> Ints:
-    """`closing` are the places of the bytes that end a gap; all bytes between are escapes."""
-    indices = window[closing].astype(np.int64)
-    if int(closing[-1]) + 1 != closing.size:
-        escapes = closing[1:] - closing[:-1]
-        escapes -= 1
-        escapes *= ESCAPE
-        indices[1:] += escapes
-        indices[0] += ESCAPE * closing[0]
-    indices += 1
-    np.cumsum(indices, out=indices)
+def _places_from_gaps(gaps: Places, counts: Ints, ends: Ints, length: int, first: int) -> Places:
+    gaps += 1
+    sums = np.cumsum(gaps, out=gaps)
     before = np.zeros(len(counts), dtype=np.int64)
-    before[1:] = indices[ends[:-1] - 1]
-    indices -= np.repeat(before + 1, counts)
-    _check_range(indices[ends - 1], length, first)
-    return indices
+    before[1:] = sums[ends[:-1] - 1]
+    _check_range(sums[ends - 1] - before - 1, length, first)
+    return _shifted(sums, counts, np.arange(len(counts)) * length - before - 1)
 
 
-def _unpack_bitmap(window: Bytes, counts: Ints, length: int, first: int) -> tuple[Ints, int]:
+def _shifted(numbers: Places, counts: Ints, shifts: Ints) -> Places:
+    """`numbers` of chunks that have `counts` each, plus the shift of their chunk; in place."""
+    if (counts == counts[0]).all():
+        rows = numbers.reshape(len(counts), -1)
+        rows += shifts.astype(np.int32)[:, None]
+    else:
+        numbers += np.repeat(shifts.astype(np.int32), counts)
+    return numbers
+
+
+def _unpack_bitmap(window: Bytes, counts: Ints, length: int, first: int) -> tuple[Places, int]:
     width = (length + 7) // 8
     if window.size < width * len(counts):
         raise MalformedTensor(f"the indices end early, in chunk {first + window.size // width}")
@@ -189,7 +203,7 @@ def _unpack_bitmap(window: Bytes, counts: Ints, length: int, first: int) -> tupl
         raise MalformedTensor(
             f"the bitmap of chunk {first + where} has {found[where]} bits set; its count is {counts[where]}"
         )
-    return np.flatnonzero(bits) - chunk_starts(counts, width * 8), int(window.size)
+    return np.flatnonzero(bits[:, :length]).astype(np.int32), int(window.size)
 
 
 _UNPACK: Final = {
@@ -205,7 +219,7 @@ def _ends_early(counts: Ints, entries: int, first: int) -> NoReturn:
     raise MalformedTensor(f"the indices end early, in chunk {first + where}, or a gap leaves that chunk")
 
 
-def _check_range(last: Ints, length: int, first: int) -> None:
+def _check_range(last: npt.NDArray[Any], length: int, first: int) -> None:
     """`last` is the highest index of each chunk."""
     if (last >= length).any():
         where = int(np.argmax(last >= length))

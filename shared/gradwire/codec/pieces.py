@@ -9,7 +9,7 @@ import numpy as np
 
 from gradwire.codec import indices, values
 from gradwire.codec.bounds import Bounds, bounds, check_sizes, check_whole, entry_counts, form_name, units
-from gradwire.codec.scheme import Encoded, Form, Scheme, TopK
+from gradwire.codec.scheme import Encoded, Form, Scheme, TopK, value_kind
 from gradwire.codec.tiles import Ints, layout_of
 from gradwire.errors import ConfigError, MalformedTensor
 
@@ -46,13 +46,14 @@ def cut(encoded: Encoded, *, scheme: Scheme, shape: Sequence[int], limit_bytes: 
         raise ConfigError(f"limit_bytes = {limit_bytes}: allowed is 1 or more")
     aggregate = is_aggregate(encoded)
     check_whole(encoded, scheme, shape, aggregate=aggregate)
-    width = values.WIDTH[scheme.values]
+    kind = value_kind(scheme, encoded.form, aggregate=aggregate)
     if encoded.form is Form.DENSE or not isinstance(scheme, TopK):
+        width = values.WIDTH[kind]
         return _cut_dense(encoded.values, width, max(1, limit_bytes // width))
     layout = layout_of(scheme, shape)
-    entries = entry_counts(layout, encoded.counts, first=0, count=layout.chunks, aggregate=aggregate)
+    entries = entry_counts(layout, encoded.counts, form=encoded.form, first=0, count=layout.chunks, aggregate=aggregate)
     index_bytes = indices.chunk_bytes(encoded.form, encoded.indices, entries, layout.lengths())
-    return _cut_sparse(encoded, entries * width, index_bytes, limit_bytes)
+    return _cut_sparse(encoded, values.chunk_bytes(kind, entries), index_bytes, limit_bytes)
 
 
 class Joiner:
@@ -83,9 +84,7 @@ class Joiner:
             counts=piece.counts,
         )
         check_sizes(Encoded(piece.form, piece.values, piece.indices, piece.counts, piece.scales), limits)
-        values.check_finite(piece.values, self._scheme.values)
-        if piece.form != Form.DENSE and isinstance(self._scheme, TopK):
-            self._check_indices(piece, self._scheme)
+        self._check_content(piece)
         self._form = Form(piece.form)
         self._next += piece.count
         self._pieces.append(piece)
@@ -103,12 +102,18 @@ class Joiner:
             b"".join(piece.scales for piece in self._pieces),
         )
 
-    def _check_indices(self, piece: Piece, scheme: TopK) -> None:
-        layout = layout_of(scheme, self._shape)
-        first, count = piece.first, piece.count
-        entries = entry_counts(layout, piece.counts, first=first, count=count, aggregate=self._aggregate)
-        for _ in indices.blocks(Form(piece.form), piece.indices, entries, layout.lengths(first, count), first=first):
-            pass
+    def _check_content(self, piece: Piece) -> None:
+        form, first, count = Form(piece.form), piece.first, piece.count
+        kind = value_kind(self._scheme, form, aggregate=self._aggregate)
+        if form is Form.DENSE or not isinstance(self._scheme, TopK):
+            values.check(piece.values, b"", kind, np.empty(0, np.int64))
+            return
+        layout = layout_of(self._scheme, self._shape)
+        entries = entry_counts(layout, piece.counts, form=form, first=first, count=count, aggregate=self._aggregate)
+        values.check(piece.values, piece.scales, kind, entries)
+        if form is not Form.SIGN:
+            for _ in indices.blocks(form, piece.indices, entries, layout.lengths(first, count), first=first):
+                pass
 
 
 def is_aggregate(encoded: Encoded) -> bool:
@@ -126,7 +131,8 @@ def _cut_dense(data: bytes, width: int, step: int) -> Iterator[Piece]:
 def _cut_sparse(encoded: Encoded, value_bytes: Ints, index_bytes: Ints, limit_bytes: int) -> Iterator[Piece]:
     value_at, index_at = _borders(value_bytes), _borders(index_bytes)
     count_width = 2 if encoded.counts else 0
-    all_at = value_at + index_at + count_width * np.arange(len(value_at))
+    scale_width = values.SCALE_BYTES if encoded.scales else 0
+    all_at = value_at + index_at + (count_width + scale_width) * np.arange(len(value_at))
     low = 0
     while low < len(value_bytes):
         high = int(np.searchsorted(all_at, all_at[low] + limit_bytes, side="right")) - 1
@@ -136,6 +142,7 @@ def _cut_sparse(encoded: Encoded, value_bytes: Ints, index_bytes: Ints, limit_by
             low,
             high - low,
             encoded.values[value_at[low] : value_at[high]],
+            scales=encoded.scales[scale_width * low : scale_width * high],
             counts=encoded.counts[count_width * low : count_width * high],
             indices=encoded.indices[index_at[low] : index_at[high]],
         )

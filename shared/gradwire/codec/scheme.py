@@ -1,4 +1,4 @@
-"""What a tensor's encoding is: the two schemes, the five forms, and the encoded bytes themselves.
+"""What a tensor's encoding is: the two schemes, the six forms, and the encoded bytes themselves.
 
 Both sides know the scheme from the run's manifest; the form stands in the header of every encoded tensor.
 Top-k per chunk follows DeMo (Peng et al., 2024) and SparseLoCo (Sarfi et al., 2025).
@@ -15,7 +15,8 @@ from gradwire.errors import ConfigError
 
 MAX_CHUNK: Final = 32_768
 
-ValueKind: TypeAlias = Literal["bf16", "fp32"]
+WholeKind: TypeAlias = Literal["bf16", "fp32"]
+ValueKind: TypeAlias = WholeKind | Literal["sign"]
 
 
 class Form(enum.IntEnum):
@@ -26,6 +27,7 @@ class Form(enum.IntEnum):
     U16 = 3  # two bytes per index, little-endian
     GAP8 = 4  # gaps between indices, about one byte each
     BITMAP = 5  # one bit per coefficient, in aggregates only
+    SIGN = 6  # the sign of every weight, in aggregates of update "sign" only
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Dense:
     Raises ConfigError if `values` is neither.
     """
 
-    values: ValueKind = "bf16"
+    values: WholeKind = "bf16"
 
     def __post_init__(self) -> None:
         _one_of("Dense", "values", self.values, ("bf16", "fp32"))
@@ -47,12 +49,17 @@ class TopK:
 
     k, chunk: 1 <= k <= chunk <= 32768.
     layout: "tiles" (2-D tiles of sqrt(chunk) x sqrt(chunk) at most) or "flat" (runs of `chunk` elements).
-    transform: None (the DCT comes in a later version).
-    values: "bf16" or "fp32".
+    transform: None, or "dct": the coefficients are those of the orthonormal DCT-II of every tile (DeMo).
+    values: "bf16", "fp32", or "sign": one bit each, with the mean magnitude of every chunk as bf16.
     indices: "auto" is the shortest of those allowed; "u8" needs a chunk of at most 256.
-    dense_below: tensors with fewer elements travel dense.
+    dense_below: tensors with fewer elements travel dense and untransformed; in bf16 where `values` is "sign".
     normalization: an average divides by the weight of all "contributors", or of the "senders" of a
-    coefficient.
+        coefficient.
+    update: what an average of sparse tensors holds: "coefficients", or "sign": the sign of every weight, the
+        transform undone (needs "dct").
+    clip: None, or "median": before the average each worker's tensor whose L2 norm is above the median of the
+        workers' is scaled down to it (of an even number the lower of the two in the middle), as in templar's
+        SparseLoCo.
 
     Raises ConfigError, naming the field, its value and what is allowed.
     """
@@ -60,27 +67,37 @@ class TopK:
     k: int = 64
     chunk: int = 4096
     layout: Literal["tiles", "flat"] = "tiles"
-    transform: None = None
+    transform: Literal["dct"] | None = None
     values: ValueKind = "bf16"
     indices: Literal["auto", "u8", "u16", "gap8"] = "auto"
     dense_below: int = 4096
     normalization: Literal["contributors", "senders"] = "contributors"
+    update: Literal["coefficients", "sign"] = "coefficients"
+    clip: Literal["median"] | None = None
 
     def __post_init__(self) -> None:
         _integer("TopK", "chunk", self.chunk, 1, MAX_CHUNK)
         _integer("TopK", "k", self.k, 1, self.chunk)
         _integer("TopK", "dense_below", self.dense_below, 0, None)
         _one_of("TopK", "layout", self.layout, ("tiles", "flat"))
-        _one_of("TopK", "transform", self.transform, (None,), later=("dct",))
-        _one_of("TopK", "values", self.values, ("bf16", "fp32"), later=("sign",))
+        _one_of("TopK", "transform", self.transform, (None, "dct"))
+        _one_of("TopK", "values", self.values, ("bf16", "fp32", "sign"))
         _one_of("TopK", "indices", self.indices, ("auto", "u8", "u16", "gap8"))
         _one_of("TopK", "normalization", self.normalization, ("contributors", "senders"))
+        _one_of("TopK", "update", self.update, ("coefficients", "sign"))
+        _one_of("TopK", "clip", self.clip, (None, "median"))
         if self.indices == "u8" and self.chunk > 256:
             raise ConfigError(f"TopK.indices = 'u8' needs a chunk of at most 256; chunk is {self.chunk}")
         if self.layout == "tiles" and math.isqrt(self.chunk) ** 2 != self.chunk:
             raise ConfigError(
                 f"TopK.chunk = {self.chunk} with layout 'tiles': allowed are perfect squares (64, 256, 4096, ...);"
                 " use layout 'flat' for any other"
+            )
+        if self.transform == "dct" and self.layout != "tiles":
+            raise ConfigError("TopK.transform = 'dct' needs layout 'tiles'; layout is 'flat'")
+        if self.update == "sign" and self.transform != "dct":
+            raise ConfigError(
+                "TopK.update = 'sign' needs transform 'dct': without it most weights would get the sign of 0"
             )
 
 
@@ -91,9 +108,10 @@ Scheme: TypeAlias = Dense | TopK
 class Encoded:
     """One tensor as bytes, all little-endian.
 
-    values: bf16 or float32, per chunk in ascending index order; scales: empty without sign values.
-    indices: chunk-relative, as `form` says; counts: u16 entries per chunk in an aggregate, empty in a
-    contribution.
+    values: bf16, float32 or single bits, per chunk in ascending index order.
+    indices: chunk-relative, as `form` says; empty in DENSE and SIGN.
+    counts: u16 entries per chunk in a sparse aggregate or a SIGN one, empty in a contribution.
+    scales: bf16 magnitude per chunk of a sparse contribution with sign values, empty otherwise.
     """
 
     form: Form
@@ -113,6 +131,18 @@ def is_dense(scheme: Scheme, numel: int) -> bool:
     return isinstance(scheme, Dense) or numel < scheme.dense_below or numel == 0
 
 
+def whole_kind(scheme: Scheme) -> WholeKind:
+    """What dense values are, and averages of sparse ones: bf16 where `values` is "sign"."""
+    return "fp32" if scheme.values == "fp32" else "bf16"
+
+
+def value_kind(scheme: Scheme, form: Form, *, aggregate: bool) -> ValueKind:
+    """What the values of a tensor in `form` are."""
+    if form is Form.SIGN or (scheme.values == "sign" and not aggregate and form is not Form.DENSE):
+        return "sign"
+    return whole_kind(scheme)
+
+
 def index_forms(scheme: TopK) -> tuple[Form, ...]:
     """The forms that a sparse contribution under `scheme` may have, the preferred at equal length first."""
     if scheme.indices == "auto":
@@ -128,9 +158,7 @@ def _integer(owner: str, field: str, value: object, low: int, high: int | None) 
         raise ConfigError(f"{owner}.{field} = {value}: allowed is {allowed}")
 
 
-def _one_of(owner: str, field: str, value: object, allowed: tuple[Any, ...], *, later: tuple[Any, ...] = ()) -> None:
+def _one_of(owner: str, field: str, value: object, allowed: tuple[Any, ...]) -> None:
     words = " or ".join(repr(each) for each in allowed)
-    if value in later:
-        raise ConfigError(f"{owner}.{field} = {value!r}: not supported yet; allowed is {words}")
     if value not in allowed:
         raise ConfigError(f"{owner}.{field} = {value!r}: allowed is {words}")

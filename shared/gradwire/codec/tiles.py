@@ -39,6 +39,11 @@ class Layout:
     def numel(self) -> int:
         return self.rows * self.cols
 
+    @property
+    def tile_or_row(self) -> tuple[int, int]:
+        """(rows, columns) of the matrix that a chunk is; a run of the flat tensor is one row."""
+        return self.tile or (1, self.length)
+
     def lengths(self, first: int = 0, count: int | None = None) -> Ints:
         """Coefficients in each of chunks [first, first + count), int64; all from `first` without `count`."""
         return self._per_chunk(self.length, self.last_length, first, count)
@@ -66,18 +71,6 @@ class Layout:
         tiles = flat.view(down, across, high, wide)
         return tiles.permute(0, 2, 1, 3).contiguous().view(self.shape)
 
-    def positions(self, indices: Ints, counts: Ints, first: int) -> Ints:
-        """Where in the row-major tensor the chunk-relative `indices` of the chunks from `first` on are, int64.
-
-        counts: how many of `indices` each of these chunks has.
-        """
-        numbers = np.arange(first, first + len(counts), dtype=np.int64)
-        if self.tile is None:
-            return indices + np.repeat(numbers * self.length, counts)
-        (high, wide), (_, across) = self.tile, self._grid
-        corners = numbers // across * (high * self.cols) + numbers % across * wide
-        return indices + indices // wide * (self.cols - wide) + np.repeat(corners, counts)
-
     @property
     def _grid(self) -> tuple[int, int]:
         high, wide = self.tile or (1, 1)
@@ -104,7 +97,7 @@ def _layout_of(scheme: TopK, shape: tuple[int, ...]) -> Layout:
         side = math.isqrt(scheme.chunk)
         tile = _largest_divisor(rows, side), _largest_divisor(cols, side)
         size = tile[0] * tile[1]
-        if 4 * size >= scheme.chunk:
+        if 4 * size >= scheme.chunk or scheme.transform is not None:
             kept = min(scheme.k, size)
             return Layout(shape, numel // size, size, size, kept, kept, rows, cols, tile)
     chunks = -(-numel // scheme.chunk)

@@ -1,24 +1,28 @@
-"""Coefficient values as bytes: bf16 rounded to nearest even, or float32 as they are; always little-endian.
+"""Coefficient values as bytes: bf16 rounded to nearest even, float32 as they are, or signs; always little-endian.
 
 Bytes come about by reinterpretation on the host (`view(torch.int16)`): numpy has no bf16, and converting
-copies from some devices are wrong.
+copies from some devices are wrong. One bit with a scale per chunk follows 1-bit SGD (Seide et al., 2014).
 """
 
 from __future__ import annotations
 
-from typing import Final
+import itertools
+import math
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradwire.codec.scheme import ValueKind
+from gradwire.codec.scheme import ValueKind, WholeKind
+from gradwire.codec.tiles import Ints
 from gradwire.errors import MalformedTensor, NonFiniteGradient
 
-WIDTH: Final[dict[ValueKind, int]] = {"bf16": 2, "fp32": 4}  # bytes per value
+WIDTH: Final[dict[ValueKind, int]] = {"bf16": 2, "fp32": 4}  # bytes per value; signs have none
+SCALE_BYTES: Final = 2
 
 
-def pack(values: torch.Tensor, kind: ValueKind, *, name: str) -> bytes:
+def pack(values: torch.Tensor, kind: WholeKind, *, name: str) -> bytes:
     """The bytes of a float32 host tensor, in row-major order.
 
     Raises NonFiniteGradient, naming `name` and how many, if values are not finite, or not once rounded.
@@ -37,7 +41,7 @@ def pack(values: torch.Tensor, kind: ValueKind, *, name: str) -> bytes:
     return bits.tobytes()
 
 
-def unpack(data: bytes | memoryview, kind: ValueKind) -> torch.Tensor:
+def unpack(data: bytes | memoryview, kind: WholeKind) -> torch.Tensor:
     """The values in `data` as a new 1-D float32 host tensor; a part of a value raises MalformedTensor."""
     if len(data) % WIDTH[kind]:
         raise MalformedTensor(f"{len(data)} bytes of values: {kind} values have {WIDTH[kind]} each")
@@ -48,14 +52,95 @@ def unpack(data: bytes | memoryview, kind: ValueKind) -> torch.Tensor:
     return torch.from_numpy(high.view(np.float32))
 
 
-def check_finite(data: bytes | memoryview, kind: ValueKind) -> None:
-    """Raises MalformedTensor if a value in `data` (whole values) is NaN or infinite."""
-    if kind == "bf16":
-        broken = _non_finite(np.frombuffer(data, dtype="<i2"), 0x7F80)
-    else:
-        broken = _non_finite(np.frombuffer(data, dtype="<i4"), 0x7F800000)
+def pack_signs(values: torch.Tensor, counts: Ints, *, name: str) -> tuple[bytes, bytes]:
+    """(signs, scales) of a float32 host tensor that holds `counts` values of each chunk, one after the other.
+
+    A scale is the mean magnitude of its chunk, summed in float32 in order.
+    """
+    rows_of_chunks = _rows(np.abs(values.numpy()), counts)
+    with np.errstate(over="ignore"):
+        sums = np.concatenate([np.cumsum(rows, axis=1, dtype=np.float32)[:, -1] for rows in rows_of_chunks])
+    scales = pack(torch.from_numpy(sums / counts.astype(np.float32)), "bf16", name=name)
+    return sign_bits(values, counts), scales
+
+
+def unpack_signs(signs: bytes | memoryview, scales: bytes | memoryview, counts: Ints) -> torch.Tensor:
+    """The inverse: the chunk's scale with each value's sign, a new 1-D float32 host tensor."""
+    return signs_of(signs, counts).mul_(unpack(scales, "bf16").repeat_interleave(torch.from_numpy(counts)))
+
+
+def sign_bits(values: torch.Tensor, counts: Ints) -> bytes:
+    """One bit per value of a float32 host tensor, 1 where it is below 0; every chunk starts on a byte, LSB first."""
+    negative = (values < 0).numpy()
+    return b"".join(np.packbits(rows, axis=1, bitorder="little").tobytes() for rows in _rows(negative, counts))
+
+
+def signs_of(data: bytes | memoryview, counts: Ints) -> torch.Tensor:
+    """+1.0 and -1.0 as `sign_bits` wrote them: a new 1-D float32 host tensor."""
+    raw, taken, signs = np.frombuffer(data, dtype=np.uint8), 0, []
+    for count, chunks in _runs(counts):
+        width = (count + 7) // 8
+        window = raw[taken : taken + chunks * width].reshape(chunks, width)
+        bits = np.unpackbits(window, axis=1, count=count, bitorder="little").reshape(-1)
+        signs.append(1.0 - 2.0 * bits.astype(np.float32))
+        taken += chunks * width
+    return torch.from_numpy(np.concatenate(signs or [np.empty(0, np.float32)]))
+
+
+def read(data: bytes | memoryview, scales: bytes | memoryview, kind: ValueKind, counts: Ints) -> torch.Tensor:
+    """The values of chunks that have `counts` of them, of any kind: a new 1-D float32 host tensor."""
+    return unpack_signs(data, scales, counts) if kind == "sign" else unpack(data, kind)
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element of a float tensor, on any device, is NaN or infinite."""
+    # A sum is finite only if every term is. It may overflow without one that isn't, so only then look at each.
+    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor.contiguous()).all())
+
+
+def chunk_bytes(kind: ValueKind, counts: Ints) -> Ints:
+    """How many bytes of values each chunk has, int64."""
+    return (counts + 7) // 8 if kind == "sign" else counts * WIDTH[kind]
+
+
+def check(data: bytes | memoryview, scales: bytes | memoryview, kind: ValueKind, counts: Ints) -> None:
+    """Raises MalformedTensor for a value that is NaN or infinite, a scale that is one or negative, a spare bit set.
+
+    counts: values of each chunk; of no meaning unless they are signs.
+    """
+    if kind == "sign":
+        _check_spare_bits(data, counts)
+        if (np.frombuffer(scales, dtype="<u2") >= 0x7F80).any():
+            raise MalformedTensor("a scale is negative or not finite")
+        return
+    broken = _non_finite(np.frombuffer(data, dtype=f"<i{WIDTH[kind]}"), 0x7F80 if kind == "bf16" else 0x7F800000)
     if broken:
         raise MalformedTensor(f"{broken} of {len(data) // WIDTH[kind]} values are not finite")
+
+
+def _check_spare_bits(data: bytes | memoryview, counts: Ints) -> None:
+    raw = np.frombuffer(data, dtype=np.uint8)
+    ends = np.cumsum((counts + 7) // 8)[counts > 0] - 1
+    spare = 0xFF << (counts[counts > 0] + 7) % 8 + 1
+    if (raw[ends] & spare).any():
+        raise MalformedTensor("spare bits are set after the signs of a chunk")
+
+
+def _rows(array: npt.NDArray[Any], counts: Ints) -> list[npt.NDArray[Any]]:
+    """Runs of chunks with as many values each, as matrices of one row a chunk."""
+    rows, taken = [], 0
+    for count, chunks in _runs(counts):
+        rows.append(array[taken : taken + chunks * count].reshape(chunks, count))
+        taken += chunks * count
+    return rows
+
+
+def _runs(counts: Ints) -> list[tuple[int, int]]:
+    """(values, chunks) of every run of neighbouring chunks with as many values."""
+    if not len(counts):
+        return []
+    borders = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(counts)]
+    return [(int(counts[low]), high - low) for low, high in itertools.pairwise(borders)]
 
 
 def _non_finite(bits: npt.NDArray[np.signedinteger], exponent: int) -> int:

@@ -24,37 +24,43 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19gradwire/v1/tensors.proto\x12\x0bgradwire.v1\"5\n\x0b\x44\x65nseScheme\x12&\n\x06values\x18\x01 \x01(\x0e\x32\x16.gradwire.v1.ValueType\"\xe9\x01\n\nTopKScheme\x12\t\n\x01k\x18\x01 \x01(\r\x12\r\n\x05\x63hunk\x18\x02 \x01(\r\x12(\n\x06layout\x18\x03 \x01(\x0e\x32\x18.gradwire.v1.ChunkLayout\x12&\n\x06values\x18\x04 \x01(\x0e\x32\x16.gradwire.v1.ValueType\x12\'\n\x07indices\x18\x05 \x01(\x0e\x32\x16.gradwire.v1.IndexForm\x12\x13\n\x0b\x64\x65nse_below\x18\x06 \x01(\x04\x12\x31\n\rnormalization\x18\x07 \x01(\x0e\x32\x1a.gradwire.v1.Normalization\"e\n\x06Scheme\x12)\n\x05\x64\x65nse\x18\x01 \x01(\x0b\x32\x18.gradwire.v1.DenseSchemeH\x00\x12(\n\x05top_k\x18\x02 \x01(\x0b\x32\x17.gradwire.v1.TopKSchemeH\x00\x42\x06\n\x04kind\"r\n\rManifestEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12#\n\x06scheme\x18\x03 \x01(\x0b\x32\x13.gradwire.v1.Scheme\x12\x1f\n\x04role\x18\x04 \x01(\x0e\x32\x11.gradwire.v1.Role\"\xad\x01\n\x04Part\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x1f\n\x04\x66orm\x18\x02 \x01(\x0e\x32\x11.gradwire.v1.Form\x12\r\n\x05\x66irst\x18\x03 \x01(\x04\x12\r\n\x05\x63ount\x18\x04 \x01(\x04\x12%\n\x07packing\x18\x05 \x01(\x0e\x32\x14.gradwire.v1.Packing\x12\x0e\n\x06values\x18\x06 \x03(\x0c\x12\x0e\n\x06\x63ounts\x18\x07 \x01(\x0c\x12\x0f\n\x07indices\x18\x08 \x01(\x0c\"=\n\x06\x43ommit\x12\r\n\x05parts\x18\x01 \x01(\r\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\x12\r\n\x05\x63rc32\x18\x03 \x01(\x07*g\n\x04\x46orm\x12\x14\n\x10\x46ORM_UNSPECIFIED\x10\x00\x12\x0e\n\nFORM_DENSE\x10\x01\x12\x0b\n\x07\x46ORM_U8\x10\x02\x12\x0c\n\x08\x46ORM_U16\x10\x03\x12\r\n\tFORM_GAP8\x10\x04\x12\x0f\n\x0b\x46ORM_BITMAP\x10\x05*F\n\x07Packing\x12\x17\n\x13PACKING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPACKING_NONE\x10\x01\x12\x10\n\x0cPACKING_ZSTD\x10\x02*Q\n\tValueType\x12\x1a\n\x16VALUE_TYPE_UNSPECIFIED\x10\x00\x12\x13\n\x0fVALUE_TYPE_BF16\x10\x01\x12\x13\n\x0fVALUE_TYPE_FP32\x10\x02*Z\n\x0b\x43hunkLayout\x12\x1c\n\x18\x43HUNK_LAYOUT_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43HUNK_LAYOUT_FLAT\x10\x01\x12\x16\n\x12\x43HUNK_LAYOUT_TILES\x10\x02*x\n\tIndexForm\x12\x1a\n\x16INDEX_FORM_UNSPECIFIED\x10\x00\x12\x13\n\x0fINDEX_FORM_AUTO\x10\x01\x12\x11\n\rINDEX_FORM_U8\x10\x02\x12\x12\n\x0eINDEX_FORM_U16\x10\x03\x12\x13\n\x0fINDEX_FORM_GAP8\x10\x04*i\n\rNormalization\x12\x1d\n\x19NORMALIZATION_UNSPECIFIED\x10\x00\x12\x1e\n\x1aNORMALIZATION_CONTRIBUTORS\x10\x01\x12\x19\n\x15NORMALIZATION_SENDERS\x10\x02*A\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLE_PARAMETER\x10\x01\x12\x0f\n\x0bROLE_BUFFER\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19gradwire/v1/tensors.proto\x12\x0bgradwire.v1\"5\n\x0b\x44\x65nseScheme\x12&\n\x06values\x18\x01 \x01(\x0e\x32\x16.gradwire.v1.ValueType\"\xda\x02\n\nTopKScheme\x12\t\n\x01k\x18\x01 \x01(\r\x12\r\n\x05\x63hunk\x18\x02 \x01(\r\x12(\n\x06layout\x18\x03 \x01(\x0e\x32\x18.gradwire.v1.ChunkLayout\x12&\n\x06values\x18\x04 \x01(\x0e\x32\x16.gradwire.v1.ValueType\x12\'\n\x07indices\x18\x05 \x01(\x0e\x32\x16.gradwire.v1.IndexForm\x12\x13\n\x0b\x64\x65nse_below\x18\x06 \x01(\x04\x12\x31\n\rnormalization\x18\x07 \x01(\x0e\x32\x1a.gradwire.v1.Normalization\x12)\n\ttransform\x18\x08 \x01(\x0e\x32\x16.gradwire.v1.Transform\x12#\n\x06update\x18\t \x01(\x0e\x32\x13.gradwire.v1.Update\x12\x1f\n\x04\x63lip\x18\n \x01(\x0e\x32\x11.gradwire.v1.Clip\"e\n\x06Scheme\x12)\n\x05\x64\x65nse\x18\x01 \x01(\x0b\x32\x18.gradwire.v1.DenseSchemeH\x00\x12(\n\x05top_k\x18\x02 \x01(\x0b\x32\x17.gradwire.v1.TopKSchemeH\x00\x42\x06\n\x04kind\"r\n\rManifestEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12#\n\x06scheme\x18\x03 \x01(\x0b\x32\x13.gradwire.v1.Scheme\x12\x1f\n\x04role\x18\x04 \x01(\x0e\x32\x11.gradwire.v1.Role\"\xbd\x01\n\x04Part\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x1f\n\x04\x66orm\x18\x02 \x01(\x0e\x32\x11.gradwire.v1.Form\x12\r\n\x05\x66irst\x18\x03 \x01(\x04\x12\r\n\x05\x63ount\x18\x04 \x01(\x04\x12%\n\x07packing\x18\x05 \x01(\x0e\x32\x14.gradwire.v1.Packing\x12\x0e\n\x06values\x18\x06 \x03(\x0c\x12\x0e\n\x06\x63ounts\x18\x07 \x01(\x0c\x12\x0f\n\x07indices\x18\x08 \x01(\x0c\x12\x0e\n\x06scales\x18\t \x01(\x0c\"=\n\x06\x43ommit\x12\r\n\x05parts\x18\x01 \x01(\r\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\x12\r\n\x05\x63rc32\x18\x03 \x01(\x07*v\n\x04\x46orm\x12\x14\n\x10\x46ORM_UNSPECIFIED\x10\x00\x12\x0e\n\nFORM_DENSE\x10\x01\x12\x0b\n\x07\x46ORM_U8\x10\x02\x12\x0c\n\x08\x46ORM_U16\x10\x03\x12\r\n\tFORM_GAP8\x10\x04\x12\x0f\n\x0b\x46ORM_BITMAP\x10\x05\x12\r\n\tFORM_SIGN\x10\x06*F\n\x07Packing\x12\x17\n\x13PACKING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPACKING_NONE\x10\x01\x12\x10\n\x0cPACKING_ZSTD\x10\x02*f\n\tValueType\x12\x1a\n\x16VALUE_TYPE_UNSPECIFIED\x10\x00\x12\x13\n\x0fVALUE_TYPE_BF16\x10\x01\x12\x13\n\x0fVALUE_TYPE_FP32\x10\x02\x12\x13\n\x0fVALUE_TYPE_SIGN\x10\x03*Z\n\x0b\x43hunkLayout\x12\x1c\n\x18\x43HUNK_LAYOUT_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43HUNK_LAYOUT_FLAT\x10\x01\x12\x16\n\x12\x43HUNK_LAYOUT_TILES\x10\x02*x\n\tIndexForm\x12\x1a\n\x16INDEX_FORM_UNSPECIFIED\x10\x00\x12\x13\n\x0fINDEX_FORM_AUTO\x10\x01\x12\x11\n\rINDEX_FORM_U8\x10\x02\x12\x12\n\x0eINDEX_FORM_U16\x10\x03\x12\x13\n\x0fINDEX_FORM_GAP8\x10\x04*i\n\rNormalization\x12\x1d\n\x19NORMALIZATION_UNSPECIFIED\x10\x00\x12\x1e\n\x1aNORMALIZATION_CONTRIBUTORS\x10\x01\x12\x19\n\x15NORMALIZATION_SENDERS\x10\x02*M\n\tTransform\x12\x19\n\x15TRANSFORM_UNSPECIFIED\x10\x00\x12\x12\n\x0eTRANSFORM_NONE\x10\x01\x12\x11\n\rTRANSFORM_DCT\x10\x02*J\n\x06Update\x12\x16\n\x12UPDATE_UNSPECIFIED\x10\x00\x12\x17\n\x13UPDATE_COEFFICIENTS\x10\x01\x12\x0f\n\x0bUPDATE_SIGN\x10\x02*<\n\x04\x43lip\x12\x14\n\x10\x43LIP_UNSPECIFIED\x10\x00\x12\r\n\tCLIP_NONE\x10\x01\x12\x0f\n\x0b\x43LIP_MEDIAN\x10\x02*A\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLE_PARAMETER\x10\x01\x12\x0f\n\x0bROLE_BUFFER\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gradwire.v1.tensors_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FORM']._serialized_start=791
-  _globals['_FORM']._serialized_end=894
-  _globals['_PACKING']._serialized_start=896
-  _globals['_PACKING']._serialized_end=966
-  _globals['_VALUETYPE']._serialized_start=968
-  _globals['_VALUETYPE']._serialized_end=1049
-  _globals['_CHUNKLAYOUT']._serialized_start=1051
-  _globals['_CHUNKLAYOUT']._serialized_end=1141
-  _globals['_INDEXFORM']._serialized_start=1143
-  _globals['_INDEXFORM']._serialized_end=1263
-  _globals['_NORMALIZATION']._serialized_start=1265
-  _globals['_NORMALIZATION']._serialized_end=1370
-  _globals['_ROLE']._serialized_start=1372
-  _globals['_ROLE']._serialized_end=1437
+  _globals['_FORM']._serialized_start=920
+  _globals['_FORM']._serialized_end=1038
+  _globals['_PACKING']._serialized_start=1040
+  _globals['_PACKING']._serialized_end=1110
+  _globals['_VALUETYPE']._serialized_start=1112
+  _globals['_VALUETYPE']._serialized_end=1214
+  _globals['_CHUNKLAYOUT']._serialized_start=1216
+  _globals['_CHUNKLAYOUT']._serialized_end=1306
+  _globals['_INDEXFORM']._serialized_start=1308
+  _globals['_INDEXFORM']._serialized_end=1428
+  _globals['_NORMALIZATION']._serialized_start=1430
+  _globals['_NORMALIZATION']._serialized_end=1535
+  _globals['_TRANSFORM']._serialized_start=1537
+  _globals['_TRANSFORM']._serialized_end=1614
+  _globals['_UPDATE']._serialized_start=1616
+  _globals['_UPDATE']._serialized_end=1690
+  _globals['_CLIP']._serialized_start=1692
+  _globals['_CLIP']._serialized_end=1752
+  _globals['_ROLE']._serialized_start=1754
+  _globals['_ROLE']._serialized_end=1819
   _globals['_DENSESCHEME']._serialized_start=42
   _globals['_DENSESCHEME']._serialized_end=95
   _globals['_TOPKSCHEME']._serialized_start=98
-  _globals['_TOPKSCHEME']._serialized_end=331
-  _globals['_SCHEME']._serialized_start=333
-  _globals['_SCHEME']._serialized_end=434
-  _globals['_MANIFESTENTRY']._serialized_start=436
-  _globals['_MANIFESTENTRY']._serialized_end=550
-  _globals['_PART']._serialized_start=553
-  _globals['_PART']._serialized_end=726
-  _globals['_COMMIT']._serialized_start=728
-  _globals['_COMMIT']._serialized_end=789
+  _globals['_TOPKSCHEME']._serialized_end=444
+  _globals['_SCHEME']._serialized_start=446
+  _globals['_SCHEME']._serialized_end=547
+  _globals['_MANIFESTENTRY']._serialized_start=549
+  _globals['_MANIFESTENTRY']._serialized_end=663
+  _globals['_PART']._serialized_start=666
+  _globals['_PART']._serialized_end=855
+  _globals['_COMMIT']._serialized_start=857
+  _globals['_COMMIT']._serialized_end=918
 # @@protoc_insertion_point(module_scope)

@@ -40,6 +40,8 @@ class _FormEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Form.ValueType],
     """Gaps between ascending indices, 255 escaping into the next byte."""
     FORM_BITMAP: _Form.ValueType  # 5
     """One bit per coefficient; aggregates only."""
+    FORM_SIGN: _Form.ValueType  # 6
+    """The sign of every weight, chunk after chunk, no indices; aggregates of UPDATE_SIGN only."""
 
 class Form(_Form, metaclass=_FormEnumTypeWrapper):
     """How the kept coefficients of one tensor say where they belong. docs/protocol.md has the byte layouts."""
@@ -56,6 +58,8 @@ FORM_GAP8: Form.ValueType  # 4
 """Gaps between ascending indices, 255 escaping into the next byte."""
 FORM_BITMAP: Form.ValueType  # 5
 """One bit per coefficient; aggregates only."""
+FORM_SIGN: Form.ValueType  # 6
+"""The sign of every weight, chunk after chunk, no indices; aggregates of UPDATE_SIGN only."""
 Global___Form: _TypeAlias = Form  # noqa: Y015
 
 class _Packing:
@@ -94,6 +98,8 @@ class _ValueTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ValueType.V
     """bfloat16, two bytes."""
     VALUE_TYPE_FP32: _ValueType.ValueType  # 2
     """IEEE 754 binary32, four bytes."""
+    VALUE_TYPE_SIGN: _ValueType.ValueType  # 3
+    """One bit, its magnitude the chunk's scale. Dense tensors and aggregates have bfloat16 instead."""
 
 class ValueType(_ValueType, metaclass=_ValueTypeEnumTypeWrapper):
     """The type of one value."""
@@ -104,6 +110,8 @@ VALUE_TYPE_BF16: ValueType.ValueType  # 1
 """bfloat16, two bytes."""
 VALUE_TYPE_FP32: ValueType.ValueType  # 2
 """IEEE 754 binary32, four bytes."""
+VALUE_TYPE_SIGN: ValueType.ValueType  # 3
+"""One bit, its magnitude the chunk's scale. Dense tensors and aggregates have bfloat16 instead."""
 Global___ValueType: _TypeAlias = ValueType  # noqa: Y015
 
 class _ChunkLayout:
@@ -186,6 +194,78 @@ NORMALIZATION_SENDERS: Normalization.ValueType  # 2
 """Those that sent this coefficient."""
 Global___Normalization: _TypeAlias = Normalization  # noqa: Y015
 
+class _Transform:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TransformEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transform.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRANSFORM_UNSPECIFIED: _Transform.ValueType  # 0
+    """Never sent."""
+    TRANSFORM_NONE: _Transform.ValueType  # 1
+    """Nothing."""
+    TRANSFORM_DCT: _Transform.ValueType  # 2
+    """The orthonormal two-dimensional DCT-II of the tile."""
+
+class Transform(_Transform, metaclass=_TransformEnumTypeWrapper):
+    """What is done to the values of a chunk before the largest are chosen."""
+
+TRANSFORM_UNSPECIFIED: Transform.ValueType  # 0
+"""Never sent."""
+TRANSFORM_NONE: Transform.ValueType  # 1
+"""Nothing."""
+TRANSFORM_DCT: Transform.ValueType  # 2
+"""The orthonormal two-dimensional DCT-II of the tile."""
+Global___Transform: _TypeAlias = Transform  # noqa: Y015
+
+class _Update:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _UpdateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Update.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    UPDATE_UNSPECIFIED: _Update.ValueType  # 0
+    """Never sent."""
+    UPDATE_COEFFICIENTS: _Update.ValueType  # 1
+    """The mean of the coefficients."""
+    UPDATE_SIGN: _Update.ValueType  # 2
+    """The sign of every weight, after the transform is undone."""
+
+class Update(_Update, metaclass=_UpdateEnumTypeWrapper):
+    """What the aggregate of a sparse tensor holds."""
+
+UPDATE_UNSPECIFIED: Update.ValueType  # 0
+"""Never sent."""
+UPDATE_COEFFICIENTS: Update.ValueType  # 1
+"""The mean of the coefficients."""
+UPDATE_SIGN: Update.ValueType  # 2
+"""The sign of every weight, after the transform is undone."""
+Global___Update: _TypeAlias = Update  # noqa: Y015
+
+class _Clip:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ClipEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Clip.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CLIP_UNSPECIFIED: _Clip.ValueType  # 0
+    """Never sent."""
+    CLIP_NONE: _Clip.ValueType  # 1
+    """Nothing."""
+    CLIP_MEDIAN: _Clip.ValueType  # 2
+    """Those whose L2 norm is above the median of all are scaled down to it."""
+
+class Clip(_Clip, metaclass=_ClipEnumTypeWrapper):
+    """What is done to the contributions of a tensor before they are averaged."""
+
+CLIP_UNSPECIFIED: Clip.ValueType  # 0
+"""Never sent."""
+CLIP_NONE: Clip.ValueType  # 1
+"""Nothing."""
+CLIP_MEDIAN: Clip.ValueType  # 2
+"""Those whose L2 norm is above the median of all are scaled down to it."""
+Global___Clip: _TypeAlias = Clip  # noqa: Y015
+
 class _Role:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -218,7 +298,7 @@ class DenseScheme(_message.Message):
 
     VALUES_FIELD_NUMBER: _builtins.int
     values: Global___ValueType.ValueType
-    """Type of the values."""
+    """Type of the values: bfloat16 or binary32."""
     def __init__(
         self,
         *,
@@ -245,6 +325,9 @@ class TopKScheme(_message.Message):
     INDICES_FIELD_NUMBER: _builtins.int
     DENSE_BELOW_FIELD_NUMBER: _builtins.int
     NORMALIZATION_FIELD_NUMBER: _builtins.int
+    TRANSFORM_FIELD_NUMBER: _builtins.int
+    UPDATE_FIELD_NUMBER: _builtins.int
+    CLIP_FIELD_NUMBER: _builtins.int
     k: _builtins.int
     """Entries kept in a full chunk; 1 to `chunk`."""
     chunk: _builtins.int
@@ -259,6 +342,12 @@ class TopKScheme(_message.Message):
     """Tensors of fewer elements travel dense; elements."""
     normalization: Global___Normalization.ValueType
     """Whose weights divide the sum."""
+    transform: Global___Transform.ValueType
+    """What is done before the selection."""
+    update: Global___Update.ValueType
+    """What aggregates hold."""
+    clip: Global___Clip.ValueType
+    """What is done before the average."""
     def __init__(
         self,
         *,
@@ -269,10 +358,13 @@ class TopKScheme(_message.Message):
         indices: Global___IndexForm.ValueType = ...,
         dense_below: _builtins.int = ...,
         normalization: Global___Normalization.ValueType = ...,
+        transform: Global___Transform.ValueType = ...,
+        update: Global___Update.ValueType = ...,
+        clip: Global___Clip.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "dense_below", b"dense_below", "indices", b"indices", "k", b"k", "layout", b"layout", "normalization", b"normalization", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "clip", b"clip", "dense_below", b"dense_below", "indices", b"indices", "k", b"k", "layout", b"layout", "normalization", b"normalization", "transform", b"transform", "update", b"update", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -364,6 +456,7 @@ class Part(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
     INDICES_FIELD_NUMBER: _builtins.int
+    SCALES_FIELD_NUMBER: _builtins.int
     tensor: _builtins.int
     """Position of the tensor in the manifest; 0-based."""
     form: Global___Form.ValueType
@@ -375,12 +468,16 @@ class Part(_message.Message):
     packing: Global___Packing.ValueType
     """How the following fields are packed."""
     counts: _builtins.bytes
-    """Aggregates in a sparse form: entries per chunk, two bytes each. Empty in contributions."""
+    """Aggregates, but for FORM_DENSE: entries per chunk, two bytes each. Empty in contributions."""
     indices: _builtins.bytes
-    """Indices in the tensor's form; empty for FORM_DENSE."""
+    """Indices in the tensor's form; empty for FORM_DENSE and FORM_SIGN."""
+    scales: _builtins.bytes
+    """Sparse contributions of VALUE_TYPE_SIGN: bfloat16 per chunk, the magnitude of its values. Empty otherwise."""
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """PACKING_NONE: one element with the values. PACKING_ZSTD: one frame per byte plane, least significant byte first."""
+        """PACKING_NONE: one element with the values. PACKING_ZSTD: one frame per byte plane, least significant byte first;
+        signs are one plane.
+        """
 
     def __init__(
         self,
@@ -393,10 +490,11 @@ class Part(_message.Message):
         values: _abc.Iterable[_builtins.bytes] | None = ...,
         counts: _builtins.bytes = ...,
         indices: _builtins.bytes = ...,
+        scales: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "counts", b"counts", "first", b"first", "form", b"form", "indices", b"indices", "packing", b"packing", "tensor", b"tensor", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "counts", b"counts", "first", b"first", "form", b"form", "indices", b"indices", "packing", b"packing", "scales", b"scales", "tensor", b"tensor", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -416,7 +514,7 @@ class Commit(_message.Message):
     payload_bytes: _builtins.int
     """Sum of the parts' unpacked payload; bytes."""
     crc32: _builtins.int
-    """CRC-32 (zlib's) over values, counts and indices of each part in turn, unpacked."""
+    """CRC-32 (zlib's) over values, scales, counts and indices of each part in turn, unpacked."""
     def __init__(
         self,
         *,

@@ -10,13 +10,18 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from gradwire.codec import Encoded, Form, Joiner, Piece, bounds, cut
+from gradwire.codec import Encoded, Form, Joiner, Piece, bounds, cut, is_aggregate
+from gradwire.codec.scheme import value_kind
+from gradwire.codec.values import WIDTH
 from gradwire.errors import MalformedTensor
 from gradwire.manifest import Entry, Manifest
 from gradwire.v1 import tensors_pb2 as pb
 from gradwire.wire.channel import PAYLOAD_BYTES
 from gradwire.wire.packing import from_planes, pack, planes, unpack
+
+MAX_UNITS: Final = PAYLOAD_BYTES // 2  # chunks or elements of a part: each takes two bytes at least
 
 # None stands for a tensor without a gradient, which is not the same as zeros.
 Tensors = Sequence[Encoded | None]
@@ -34,10 +39,10 @@ class Tally:
     def add(self, piece: Piece, message: pb.Part) -> None:
         """Counts one part."""
         self.parts += 1
-        for field in (piece.values, piece.counts, piece.indices):
+        for field in (piece.values, piece.scales, piece.counts, piece.indices):
             self.payload_bytes += len(field)
             self.crc32 = zlib.crc32(field, self.crc32)
-        self.wire_bytes += sum(map(len, message.values)) + len(message.counts) + len(message.indices)
+        self.wire_bytes += _payload(message)
 
     def commit(self) -> pb.Commit:
         """The message that ends the stream."""
@@ -49,8 +54,9 @@ def write_parts(manifest: Manifest, tensors: Tensors, tally: Tally, *, packed: b
     for number, (entry, encoded) in enumerate(zip(manifest, tensors, strict=True)):
         if encoded is None:
             continue
+        width = _planes(entry, encoded.form, aggregate=is_aggregate(encoded))
         for piece in cut(encoded, scheme=entry.scheme, shape=entry.shape, limit_bytes=PAYLOAD_BYTES):
-            message = _to_message(number, piece, _width(entry), packed=packed)
+            message = _to_message(number, piece, width, packed=packed)
             tally.add(piece, message)
             yield message
 
@@ -136,25 +142,46 @@ def _checked_absent(absent: Iterable[int], count: int) -> frozenset[int]:
     return frozenset(numbers)
 
 
-def _width(entry: Entry) -> int:
-    return 4 if entry.scheme.values == "fp32" else 2
+def _payload(message: pb.Part) -> int:
+    """Bytes of its fields, as they are."""
+    return sum(map(len, (*message.values, message.scales, message.counts, message.indices)))
+
+
+def _planes(entry: Entry, form: Form, *, aggregate: bool) -> int:
+    """Byte planes of the values; signs are one."""
+    return WIDTH.get(value_kind(entry.scheme, form, aggregate=aggregate), 1)
 
 
 def _to_message(tensor: int, piece: Piece, width: int, *, packed: bool) -> pb.Part:
-    message = pb.Part(tensor=tensor, form=pb.Form.ValueType(piece.form), first=piece.first, count=piece.count)
-    if packed:
-        values = [pack(plane) for plane in planes(piece.values, width)]
-        counts, indices = pack(piece.counts) if piece.counts else b"", pack(piece.indices) if piece.indices else b""
-        plain = len(piece.values) + len(piece.counts) + len(piece.indices)
-        if sum(map(len, values)) + len(counts) + len(indices) < plain:
-            message.packing = pb.PACKING_ZSTD
-            message.values.extend(values)
-            message.counts, message.indices = counts, indices
-            return message
-    message.packing = pb.PACKING_NONE
-    message.values.append(piece.values)
-    message.counts, message.indices = piece.counts, piece.indices
-    return message
+    plain = pb.Part(
+        tensor=tensor,
+        form=pb.Form.ValueType(piece.form),
+        first=piece.first,
+        count=piece.count,
+        packing=pb.PACKING_NONE,
+        values=[piece.values],
+        scales=piece.scales,
+        counts=piece.counts,
+        indices=piece.indices,
+    )
+    if not packed:
+        return plain
+    small = pb.Part(
+        tensor=tensor,
+        form=plain.form,
+        first=piece.first,
+        count=piece.count,
+        packing=pb.PACKING_ZSTD,
+        values=[_packed(plane) for plane in planes(piece.values, width)],
+        scales=_packed(piece.scales),
+        counts=_packed(piece.counts),
+        indices=_packed(piece.indices),
+    )
+    return small if _payload(small) < _payload(plain) else plain
+
+
+def _packed(data: bytes) -> bytes:
+    return pack(data) if data else b""
 
 
 def _to_piece(entry: Entry, message: pb.Part, *, aggregate: bool) -> Piece:
@@ -165,7 +192,7 @@ def _to_piece(entry: Entry, message: pb.Part, *, aggregate: bool) -> Piece:
     packed = message.packing == pb.PACKING_ZSTD
     if not packed and message.packing != pb.PACKING_NONE:
         raise MalformedTensor(f"packing {message.packing} is unknown")
-    if message.count > PAYLOAD_BYTES // _width(entry):  # at least one value each
+    if message.count > MAX_UNITS:
         raise MalformedTensor(f"a part of {message.count} chunks or elements is over the {PAYLOAD_BYTES} bytes allowed")
     counts = _field(message.counts, packed=packed, at_most=PAYLOAD_BYTES)
     limit = bounds(
@@ -180,10 +207,13 @@ def _to_piece(entry: Entry, message: pb.Part, *, aggregate: bool) -> Piece:
     if limit.values_bytes > PAYLOAD_BYTES:
         raise MalformedTensor(f"a part of {limit.values_bytes} bytes of values is over the {PAYLOAD_BYTES} allowed")
     indices = _field(message.indices, packed=packed, at_most=min(limit.indices_bytes, PAYLOAD_BYTES))
-    values = _values(list(message.values), _width(entry), limit.values_bytes, packed=packed)
-    if len(values) + len(counts) + len(indices) > PAYLOAD_BYTES:
+    scales = _field(message.scales, packed=packed, at_most=limit.scales_bytes)
+    width = _planes(entry, form, aggregate=aggregate)
+    data = _values(list(message.values), width, limit.values_bytes, packed=packed)
+    piece = Piece(form, message.first, message.count, data, scales, counts, indices)
+    if piece.nbytes > PAYLOAD_BYTES:
         raise MalformedTensor(f"a part is over the {PAYLOAD_BYTES} bytes of payload allowed")
-    return Piece(form, message.first, message.count, values=values, counts=counts, indices=indices)
+    return piece
 
 
 def _field(data: bytes, *, packed: bool, at_most: int) -> bytes:
@@ -195,12 +225,12 @@ def _field(data: bytes, *, packed: bool, at_most: int) -> bytes:
 
 
 def _values(fields: list[bytes], width: int, size: int, *, packed: bool) -> bytes:
-    expected = width if packed else 1
+    expected = width if packed and size else 1
     if len(fields) != expected:
         raise MalformedTensor(f"values come in {len(fields)} pieces, {expected} are meant")
-    if not packed:
+    if not packed or not size:
         return _field(fields[0], packed=False, at_most=size)
     unpacked = [unpack(field, at_most=size // width) for field in fields]
     if any(len(plane) != size // width for plane in unpacked):
         raise MalformedTensor(f"a byte plane of the values has not the {size // width} bytes that are meant")
-    return from_planes(unpacked)
+    return from_planes(unpacked) if width > 1 else unpacked[0]

@@ -6,16 +6,33 @@ from collections.abc import Iterator, Mapping
 from typing import Final, Literal, TypeVar
 
 from gradwire.codec import Dense, Scheme, TopK
-from gradwire.codec.scheme import ValueKind
+from gradwire.codec.scheme import ValueKind, WholeKind
 from gradwire.errors import ConfigError, ProtocolError
 from gradwire.manifest import Entry, Manifest, Role
 from gradwire.v1 import tensors_pb2 as pb
 
 ENTRIES_PER_MESSAGE: Final = 512
 
+_WHOLE_VALUES: Final[dict[WholeKind, pb.ValueType.ValueType]] = {
+    "bf16": pb.VALUE_TYPE_BF16,
+    "fp32": pb.VALUE_TYPE_FP32,
+}
 _VALUES: Final[dict[ValueKind, pb.ValueType.ValueType]] = {
     "bf16": pb.VALUE_TYPE_BF16,
     "fp32": pb.VALUE_TYPE_FP32,
+    "sign": pb.VALUE_TYPE_SIGN,
+}
+_TRANSFORMS: Final[dict[Literal["dct"] | None, pb.Transform.ValueType]] = {
+    None: pb.TRANSFORM_NONE,
+    "dct": pb.TRANSFORM_DCT,
+}
+_UPDATES: Final[dict[Literal["coefficients", "sign"], pb.Update.ValueType]] = {
+    "coefficients": pb.UPDATE_COEFFICIENTS,
+    "sign": pb.UPDATE_SIGN,
+}
+_CLIPS: Final[dict[Literal["median"] | None, pb.Clip.ValueType]] = {
+    None: pb.CLIP_NONE,
+    "median": pb.CLIP_MEDIAN,
 }
 _LAYOUTS: Final[dict[Literal["tiles", "flat"], pb.ChunkLayout.ValueType]] = {
     "flat": pb.CHUNK_LAYOUT_FLAT,
@@ -61,7 +78,7 @@ def entry_batches(manifest: Manifest) -> Iterator[list[pb.ManifestEntry]]:
 
 def _scheme_to_message(scheme: Scheme) -> pb.Scheme:
     if isinstance(scheme, Dense):
-        return pb.Scheme(dense=pb.DenseScheme(values=_VALUES[scheme.values]))
+        return pb.Scheme(dense=pb.DenseScheme(values=_WHOLE_VALUES[scheme.values]))
     return pb.Scheme(
         top_k=pb.TopKScheme(
             k=scheme.k,
@@ -71,6 +88,9 @@ def _scheme_to_message(scheme: Scheme) -> pb.Scheme:
             indices=_INDICES[scheme.indices],
             dense_below=scheme.dense_below,
             normalization=_NORMALIZATIONS[scheme.normalization],
+            transform=_TRANSFORMS[scheme.transform],
+            update=_UPDATES[scheme.update],
+            clip=_CLIPS[scheme.clip],
         )
     )
 
@@ -80,7 +100,7 @@ def _scheme_from_message(entry: pb.ManifestEntry) -> Scheme:
     try:
         match message.WhichOneof("kind"):
             case "dense":
-                return Dense(values=_word(_VALUES, message.dense.values))
+                return Dense(values=_word(_WHOLE_VALUES, message.dense.values))
             case "top_k":
                 top_k = message.top_k
                 return TopK(
@@ -91,6 +111,9 @@ def _scheme_from_message(entry: pb.ManifestEntry) -> Scheme:
                     indices=_word(_INDICES, top_k.indices),
                     dense_below=top_k.dense_below,
                     normalization=_word(_NORMALIZATIONS, top_k.normalization),
+                    transform=_word(_TRANSFORMS, top_k.transform),
+                    update=_word(_UPDATES, top_k.update),
+                    clip=_word(_CLIPS, top_k.clip),
                 )
             case _:
                 raise ProtocolError("its scheme is of a kind unknown here")

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy.fft
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,39 +23,69 @@ def bits(tensor):
     return tensor.contiguous().view(-1).view(torch.int32).tolist()
 
 
-def sent_mask(encoded, scheme, shape):
-    """Where `encoded` has an entry, zeros included."""
-    ones = codec.Encoded(encoded.form, b"\x80\x3f" * (len(encoded.values) // 2), encoded.indices)
-    if scheme.values == "fp32":
-        ones = codec.Encoded(encoded.form, b"\0\0\x80\x3f" * (len(encoded.values) // 4), encoded.indices)
-    return codec.decode(ones, scheme, shape).double()
+def bf16(data):
+    return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
+
+
+def values_of(encoded, scheme, counts):
+    """The values of `encoded` in float64, of whatever type they are."""
+    if scheme.values == "sign" and encoded.scales:
+        signs, data = [], encoded.values
+        for count, scale in zip(counts, bf16(encoded.scales), strict=True):
+            size = -(-count // 8)
+            ones = np.unpackbits(np.frombuffer(data[:size], np.uint8), bitorder="little")[:count]
+            signs.append(np.where(ones == 1, -scale, scale))
+            data = data[size:]
+        return np.concatenate(signs)
+    return np.frombuffer(encoded.values, "<f4").astype(np.float64) if scheme.values == "fp32" else bf16(encoded.values)
+
+
+def coefficients_of(encoded, scheme, shape):
+    """What `encoded` holds for every coefficient, in chunk order, in float64: NaN where it has no entry."""
+    if encoded.form is Form.DENSE:
+        flat = values_of(encoded, scheme, None)
+        return codec.layout_of(scheme, shape).to_chunks(torch.from_numpy(flat).view(shape)).numpy()
+    layout = codec.layout_of(scheme, shape)
+    counts = np.frombuffer(encoded.counts, "<u2").astype(np.int64) if encoded.counts else layout.kept_counts()
+    chosen = indices.unpack(encoded.form, encoded.indices, counts, layout.lengths())
+    found = np.full(math.prod(shape), np.nan)
+    found[chosen + indices.chunk_starts(counts, layout.length)] = values_of(encoded, scheme, counts)
+    return found
+
+
+def clipped(rows):
+    """Rows scaled down to the median of their norms, the lower one in the middle."""
+    norms = np.sqrt(np.nansum(rows**2, axis=1))
+    median = np.sort(norms)[(len(norms) - 1) // 2]
+    return rows * np.where(norms > median, median / np.where(norms > 0, norms, 1), 1)[:, None]
 
 
 def mean_in_float64(encoded, weights, scheme, shape):
-    """The dense oracle; `encoded` may hold None."""
-    by_senders = getattr(scheme, "normalization", "contributors") == "senders"
-    total, divisor = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-    for each, weight in zip(encoded, weights, strict=True):
-        if each is not None:
-            total += weight * codec.decode(each, scheme, shape).double()
-            divisor += weight * (sent_mask(each, scheme, shape) if by_senders else 1.0)
-        elif not by_senders:
-            divisor += weight
-    return torch.where(divisor > 0, total / divisor.clamp(min=1e-300), 0.0)
+    """The oracle: (the mean coefficients, the sum of the magnitudes that went in); `encoded` may hold None."""
+    rows = np.array([coefficients_of(each, scheme, shape) for each in encoded if each is not None])
+    rows = clipped(rows) if scheme.clip == "median" else rows
+    own = np.array([weight for each, weight in zip(encoded, weights, strict=True) if each is not None], np.float64)
+    total = np.nansum(rows * own[:, None], axis=0)
+    divisor = own @ ~np.isnan(rows) if scheme.normalization == "senders" else np.full(len(total), float(sum(weights)))
+    return np.divide(total, divisor, out=np.zeros_like(total), where=divisor > 0), np.nansum(np.abs(rows), axis=0)
 
 
 @st.composite
-def rounds(draw):
+def rounds(draw, updates=("coefficients",)):
     """(contributions, weights, scheme, shape) of one round."""
     shape = draw(st.sampled_from([(40,), (8, 12), (3, 5, 4), (17,), (16, 16)]))
     chunk = draw(st.sampled_from([4, 16, 64, 256]))
+    update = draw(st.sampled_from(updates))
+    transforms = [{"transform": "dct", "update": update}]
+    plain = [{"layout": "tiles"}, {"layout": "flat"}] if update == "coefficients" else []
     scheme = codec.TopK(
         k=draw(st.integers(1, chunk)),
         chunk=chunk,
-        layout=draw(st.sampled_from(["tiles", "flat"])),
-        values=draw(st.sampled_from(["bf16", "fp32"])),
+        values=draw(st.sampled_from(["bf16", "fp32", "sign"])),
         dense_below=draw(st.sampled_from([0, 0, 0, 100])),
         normalization=draw(st.sampled_from(["contributors", "senders"])),
+        clip=draw(st.sampled_from([None, "median"])),
+        **draw(st.sampled_from(plain + transforms)),
     )
     workers = draw(st.integers(1, 5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -75,33 +106,54 @@ def test_average_is_the_weighted_mean(data, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indices, "BLOCK", block)
         mean = codec.average(encoded, weights, scheme=scheme, shape=shape)
-        decoded = codec.decode(mean, scheme, shape).double()
-    expected = mean_in_float64(encoded, weights, scheme, shape)
-    scale = sum(codec.decode(each, scheme, shape).abs().double() for each in encoded if each is not None)
-    # float32 sums, then a rounding to 8 bits of mantissa (half a unit is 2^-9) where values are bf16.
-    allowed = 2.0**-20 * scale + (2.0**-8 * expected.abs() if scheme.values == "bf16" else 0.0)
-    assert ((decoded - expected).abs() <= allowed + 1e-30).all()
+    expected, scale = mean_in_float64(encoded, weights, scheme, shape)
+    # float32 sums, then a rounding to 8 bits of mantissa (half a unit is 2^-9) where means are bf16.
+    allowed = 2.0**-20 * scale + (2.0**-8 * np.abs(expected) if scheme.values != "fp32" else 0.0)
+    assert (np.abs(np.nan_to_num(coefficients_of(mean, scheme, shape)) - expected) <= allowed + 1e-30).all()
+
+
+@settings(max_examples=200)
+@given(rounds(updates=["sign"]), st.sampled_from([1, 40, 1 << 20]))
+def test_update_is_the_sign_of_the_mean_of_every_weight(data, block):
+    encoded, weights, scheme, shape = data
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indices, "BLOCK", block)
+        mean = codec.average(encoded, weights, scheme=scheme, shape=shape)
+        decoded = codec.decode(mean, scheme, shape)
+    expected, scale = mean_in_float64(encoded, weights, scheme, shape)
+    if math.prod(shape) < scheme.dense_below:
+        assert mean.form is Form.DENSE
+        return
+    layout = codec.layout_of(scheme, shape)
+    tiles = scipy.fft.idctn(expected.reshape(layout.chunks, *layout.tile), axes=(1, 2), norm="ortho")
+    updates, signs = (each.reshape(layout.chunks, -1) for each in (tiles, layout.to_chunks(decoded).numpy()))
+    # Where rounding may decide whether anything is left, it may decide the sign too.
+    largest = scale.reshape(layout.chunks, -1).max(axis=1, keepdims=True)
+    certain = np.abs(updates) > 2.0**-16 * largest
+    assert (signs[certain] == np.sign(updates[certain])).all()
+    untouched = (scale == 0).reshape(layout.chunks, -1).all(axis=1)
+    assert (signs[untouched] == 0).all()
+    assert set(signs[certain.any(axis=1)].reshape(-1).tolist()) <= {-1.0, 1.0}
 
 
 @given(rounds())
 def test_sparse_average_has_exactly_the_union_of_the_entries(data):
     encoded, weights, scheme, shape = data
-    present = [each for each in encoded if each is not None]
+    present = [coefficients_of(each, scheme, shape) for each in encoded if each is not None]
     mean = codec.average(encoded, weights, scheme=scheme, shape=shape)
     if mean.form is Form.DENSE:
-        assert len(mean.values) == math.prod(shape) * (2 if scheme.values == "bf16" else 4)
-        assert (mean.indices, mean.counts) == (b"", b"")
+        assert len(mean.values) == math.prod(shape) * (4 if scheme.values == "fp32" else 2)
+        assert (mean.indices, mean.counts, mean.scales) == (b"", b"", b"")
         return
-    union = sum(sent_mask(each, scheme, shape) for each in present) > 0
-    counts = np.frombuffer(mean.counts, "<u2").astype(np.int64)
+    union = ~np.isnan(present).all(axis=0)
+    assert (~np.isnan(coefficients_of(mean, scheme, shape)) == union).all()
     layout = codec.layout_of(scheme, shape)
-    rows = layout.to_chunks(union).split(layout.lengths().tolist())
-    assert counts.tolist() == [int(row.sum()) for row in rows]
-    chosen = [index for row in rows for index in row.nonzero().view(-1).tolist()]
-    assert indices.unpack(mean.form, mean.indices, counts, layout.lengths()).tolist() == chosen
+    ends = np.cumsum(layout.lengths())
+    assert np.frombuffer(mean.counts, "<u2").tolist() == [int(row.sum()) for row in np.split(union, ends[:-1])]
+    assert not mean.scales
 
 
-@given(rounds(), st.randoms())
+@given(rounds(updates=["coefficients", "sign"]), st.randoms())
 def test_average_does_not_depend_on_the_order_of_arrival(data, random):
     encoded, weights, scheme, shape = data
     arrived = list(enumerate(zip(encoded, weights, strict=True)))
@@ -117,6 +169,24 @@ def test_lone_worker_averages_to_itself_bit_for_bit(data):
     alone = next(each for each in encoded if each is not None)
     mean = codec.average([alone], weights[:1], scheme=scheme, shape=shape)
     assert bits(codec.decode(mean, scheme, shape)) == bits(codec.decode(alone, scheme, shape))
+
+
+@given(rounds(updates=["sign"]))
+def test_update_of_a_lone_worker_is_the_sign_of_what_it_sent(data):
+    encoded, weights, scheme, shape = data
+    alone = next(each for each in encoded if each is not None)
+    mean = codec.average([alone], weights[:1], scheme=scheme, shape=shape)
+    decoded, sent = codec.decode(mean, scheme, shape), codec.decode(alone, scheme, shape)
+    if math.prod(shape) < scheme.dense_below:
+        assert bits(decoded) == bits(sent)
+    else:
+        assert mean.form is Form.SIGN
+        layout = codec.layout_of(scheme, shape)
+        touched = (np.nan_to_num(coefficients_of(alone, scheme, shape)).reshape(layout.chunks, -1) != 0).any(axis=1)
+        assert np.frombuffer(mean.counts, "<u2").tolist() == (touched * layout.length).tolist()
+        signs, weights_sent = layout.to_chunks(decoded).numpy(), layout.to_chunks(sent).numpy()
+        expected = np.where(weights_sent < 0, -1.0, 1.0) * np.repeat(touched, layout.length)
+        assert signs.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("scheme", [flat(2, 4), flat(2, 4, normalization="senders"), codec.Dense()])
@@ -189,7 +259,16 @@ def test_dense_tensor_is_divided_by_its_senders():
     assert codec.decode(mean, scheme, (2,)).tolist() == [3.0, -3.0]
 
 
-@pytest.mark.parametrize("scheme", [codec.Dense(), flat(1, 4), flat(1, 4, normalization="senders")])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        codec.Dense(),
+        flat(1, 4),
+        flat(1, 4, normalization="senders", clip="median"),
+        flat(1, 4, values="sign"),
+        codec.TopK(k=1, chunk=4, transform="dct", update="sign", dense_below=0),
+    ],
+)
 def test_no_gradient_anywhere_gives_none(scheme):
     assert codec.average([None, None], [1, 1], scheme=scheme, shape=(8,)) is None
 
@@ -245,6 +324,174 @@ def test_sum_runs_in_the_order_given_in_float32():
         assert mean.item() == float(expected)
 
 
+def signs_of(scheme, *texts):
+    """Contributions to a tensor of 16 elements, in one chunk, from `index:value` words."""
+    contributions = []
+    for text in texts:
+        tensor = torch.zeros(16)
+        for word in text.split():
+            index, value = word.split(":")
+            tensor[int(index)] = float(value)
+        contributions.append(codec.encode(tensor, scheme))
+    return contributions
+
+
+@pytest.mark.parametrize(
+    ("normalization", "expected"),
+    [("contributors", [0.5, -3.5, 3.0, 0.0]), ("senders", [2.0, -3.5, 4.0, 0.0])],
+)
+def test_signs_are_averaged_as_their_scales(normalization, expected):
+    scheme = flat(2, 16, values="sign", normalization=normalization)
+    # Their scales are 2 and 4.
+    encoded = signs_of(scheme, "0:1 1:-3", "1:-5 2:3")
+    assert [each.scales.hex() for each in encoded] == ["0040", "8040"]
+    mean = codec.average(encoded, [1, 3], scheme=scheme, shape=(16,))
+    assert codec.decode(mean, scheme, (16,)).tolist() == expected + [0.0] * 12
+    values = np.array(expected[:3], "<f4").view("<u4") >> 16
+    assert mean == codec.Encoded(Form.BITMAP, values.astype("<u2").tobytes(), bytes([7, 0]), bytes([3, 0]))
+
+
+@pytest.mark.parametrize("normalization", ["contributors", "senders"])
+@pytest.mark.parametrize("shape", [(64, 48), (1000,)])
+def test_average_of_signs_is_the_mean_of_the_tensors_that_they_stand_for(normalization, shape):
+    scheme = codec.TopK(k=20, chunk=256, values="sign", dense_below=0, normalization=normalization)
+    generator = torch.Generator().manual_seed(7)
+    encoded = [codec.encode(torch.randn(shape, generator=generator), scheme) for _ in range(4)]
+    weights = np.array([5.0, 1.0, 3.0, 7.0])
+    rows = np.array([codec.decode(each, scheme, shape).double().flatten().numpy() for each in encoded])
+    divisor = weights @ (rows != 0) if normalization == "senders" else weights.sum()
+    expected = weights @ rows / np.maximum(divisor, 1e-300)
+    mean = codec.average(encoded, weights.tolist(), scheme=scheme, shape=shape)
+    decoded = codec.decode(mean, scheme, shape).double().flatten().numpy()
+    assert (np.abs(decoded - expected) <= 2.0**-8 * np.abs(expected) + 1e-6).all()
+    assert np.count_nonzero(decoded) == np.count_nonzero(expected)
+
+
+def test_contributions_that_cancel_leave_no_update():
+    scheme = codec.TopK(k=1, chunk=4, transform="dct", update="sign", dense_below=0, indices="u8")
+    one = codec.Encoded(Form.U8, bytes.fromhex("803f 803f"), bytes([1, 2]))
+    other = codec.Encoded(Form.U8, bytes.fromhex("80bf 803f"), bytes([1, 2]))
+    mean = codec.average([one, other], [1, 1], scheme=scheme, shape=(2, 4))
+    assert mean == codec.Encoded(Form.SIGN, bytes([0b1100]), counts=bytes([0, 0, 4, 0]))
+    assert codec.decode(mean, scheme, (2, 4)).tolist() == [[0, 0, 1, 1], [0, 0, -1, -1]]
+
+
+def test_overflowing_update_is_refused_by_name():
+    scheme = codec.TopK(k=1, chunk=4, transform="dct", update="sign", values="fp32", dense_below=0, indices="u8")
+    largest = codec.Encoded(Form.U8, np.array([torch.finfo(torch.float32).max], "<f4").tobytes(), b"\x00")
+    with pytest.raises(NonFiniteGradient, match="head"):
+        codec.average([largest] * 10, [1] * 10, scheme=scheme, shape=(2, 2), name="head")
+
+
+# Clipping
+
+
+def clip_mean(tensors, weights=None, **scheme):
+    """The mean of float32 tensors, some of them None, that are clipped to the median of their norms."""
+    scheme = codec.TopK(**{"values": "fp32", "clip": "median", "normalization": "senders", **scheme})
+    tensors = [None if each is None else torch.tensor(each) for each in tensors]
+    shape = next(each.shape for each in tensors if each is not None)
+    encoded = [None if each is None else codec.encode(each, scheme) for each in tensors]
+    mean = codec.average(encoded, weights or [1] * len(tensors), scheme=scheme, shape=shape)
+    return codec.decode(mean, scheme, shape).tolist()
+
+
+SPARSE = {"k": 1, "chunk": 4, "layout": "flat", "dense_below": 0}
+
+
+def test_of_two_workers_the_larger_is_scaled_to_the_smaller():
+    for pair in ([[3.0, 4.0], [6.0, -8.0]], [[6.0, -8.0], [3.0, 4.0]]):
+        assert clip_mean(pair) == [3.0, 0.0]
+        assert clip_mean(pair, normalization="contributors") == [3.0, 0.0]
+
+
+def test_median_of_an_even_number_is_the_lower_one_in_the_middle():
+    # Norms of 1, 2, 4 and 8: the last two become 2.
+    assert clip_mean([[8.0], [1.0], [4.0], [-2.0]]) == [0.75]
+    # Norms of 1, 2, 4, 8 and 16: the last two become 4.
+    assert clip_mean([[16.0], [8.0], [1.0], [4.0], [-2.0]], [2, 2, 2, 1, 1]) == [2.5]
+
+
+def test_worker_without_a_gradient_does_not_count_for_the_median():
+    # Norms of 2, 4 and 8 become 2, 4 and 4; with zeros for the others the median would be 0 or 2.
+    tensors = [[8.0], None, [2.0], None, [4.0], None]
+    assert clip_mean(tensors, [2, 1, 4, 1, 2, 1]) == [3.0]
+    assert clip_mean(tensors, [2, 1, 4, 3, 2, 4], normalization="contributors") == [1.5]
+
+
+@pytest.mark.parametrize("others", [[], [None], [None, None]])
+def test_lone_worker_is_not_clipped(others):
+    number = 0.1 + 2.0**-20
+    expected = torch.tensor([number, -7.3]).tolist()
+    assert clip_mean([[number, -7.3], *others], [3] * (1 + len(others))) == expected
+    sparse = [0.0, number, 0.0, 0.0]
+    assert clip_mean([sparse, *others], [3] * (1 + len(others)), **SPARSE) == torch.tensor(sparse).tolist()
+
+
+def test_workers_of_one_norm_are_left_as_they_are():
+    assert clip_mean([[5.0, 0.0], [-3.0, 4.0], [0.0, 5.0]], [1, 1, 2]) == [0.5, 3.5]
+
+
+def test_norm_is_that_of_what_was_sent():
+    # Norms of 3 and 4 as sent, of 5.8 and 4 as computed.
+    assert clip_mean([[3.0, 2.9, 2.9, 2.9], [4.0, 0.0, 0.0, 0.0]], **SPARSE) == [3.0, 0.0, 0.0, 0.0]
+
+
+def test_norm_of_signs_is_that_of_their_scales():
+    # Both are sent as 3 and 3, though 6 and 0 is the longer of the two.
+    tensors = [[4.0, 2.0, 0.0, 0.0], [6.0, 0.0, 0.0, 0.0]]
+    assert clip_mean(tensors, **SPARSE | {"k": 2, "values": "sign"}) == [3.0, 3.0, 0.0, 0.0]
+
+
+def test_norm_is_of_the_whole_tensor_and_not_of_a_chunk():
+    # Norms of 5 and 10; the second's first chunk is shorter than the first's, and scaled all the same.
+    tensors = [[3.0, 0, 0, 0, 4.0, 0, 0, 0], [0.0, 0, 0, 6.0, 8.0, 0, 0, 0]]
+    assert clip_mean(tensors, **SPARSE) == [3.0, 0.0, 0.0, 3.0, 4.0, 0.0, 0.0, 0.0]
+
+
+def test_lone_senders_value_is_copied_as_clipped():
+    tensors = [[0.0, 3.0, 0.0, 0.0], [0.0, 0.0, 6.0, 0.0]]
+    assert clip_mean(tensors, [1, 9], **SPARSE) == [0.0, 3.0, 3.0, 0.0]
+    assert clip_mean(tensors, [1, 3], normalization="contributors", **SPARSE) == [0.0, 0.75, 2.25, 0.0]
+
+
+def test_median_of_zero_clips_to_nothing():
+    assert clip_mean([[0.0, 0.0], [3.0, 4.0]]) == [0.0, 0.0]
+    assert clip_mean([[0.0] * 4, [3.0, 4.0, 0.0, 0.0], [0.0] * 4], **SPARSE) == [0.0] * 4
+
+
+def test_largest_numbers_are_clipped_without_overflow():
+    largest = torch.finfo(torch.float32).max
+    assert clip_mean([[largest, largest], [1.0, 1.0]]) == [1.0, 1.0]
+
+
+def test_every_product_of_the_clip_is_rounded_to_float32():
+    generator = torch.Generator().manual_seed(3)
+    tensors = [(torch.randn(5, generator=generator) * size).tolist() for size in (1.0, 3.0)]
+    rows = np.array(tensors, np.float32)
+    norms = np.sqrt((rows.astype(np.float64) ** 2).sum(axis=1))
+    shorter, longer = np.argsort(norms)
+    rows[longer] *= np.float32(norms[shorter] / norms[longer])
+    half = np.float32(0.5)
+    assert clip_mean(tensors, normalization="contributors") == (half * rows[0] + half * rows[1]).tolist()
+
+
+@pytest.mark.parametrize("layout", [{"layout": "flat"}, {"layout": "tiles"}, {"transform": "dct"}])
+@pytest.mark.parametrize("normalization", ["contributors", "senders"])
+@pytest.mark.parametrize("workers", [2, 3, 4, 5])
+def test_clipped_tensors_of_very_different_sizes_average_to_their_float64_mean(workers, normalization, layout):
+    scheme = codec.TopK(
+        k=9, chunk=64, values="fp32", dense_below=0, normalization=normalization, clip="median", **layout
+    )
+    generator = torch.Generator().manual_seed(workers)
+    sizes = [1.0, 1e-6, 1e6, 30.0, 0.02]
+    encoded = [codec.encode(torch.randn(24, 40, generator=generator) * size, scheme) for size in sizes[:workers]]
+    weights = [7, 1, 2, 30, 5][:workers]
+    mean = codec.average(encoded, weights, scheme=scheme, shape=(24, 40))
+    expected, scale = mean_in_float64(encoded, weights, scheme, (24, 40))
+    assert (np.abs(np.nan_to_num(coefficients_of(mean, scheme, (24, 40))) - expected) <= 2.0**-20 * scale).all()
+
+
 def test_overflowing_average_is_refused_by_name():
     scheme = codec.Dense("fp32")
     largest = codec.encode(torch.full((4,), torch.finfo(torch.float32).max), scheme)
@@ -269,11 +516,35 @@ def test_impossible_weights_are_refused(weights):
         codec.Encoded(Form.U8, bytes(4), b"\x01"),
         codec.Encoded(Form.U8, bytes(4), b"\x01\x04"),
         codec.Encoded(Form.U8, bytes(4), b"\x01\x01", bytes([1, 0, 1, 0])),
+        codec.Encoded(Form.U8, bytes(4), b"\x01\x01", scales=bytes(4)),
+        codec.Encoded(Form.U8, bytes(2), b"\x01\x01", scales=bytes(4)),
+        codec.Encoded(Form.SIGN, bytes(2), counts=bytes([4, 0, 4, 0])),
     ],
 )
 @pytest.mark.parametrize("first", [True, False])
 def test_contribution_of_another_scheme_or_shape_is_malformed(wrong, first):
     scheme = flat(1, 4)
+    right = codec.encode(torch.ones(8), scheme)
+    contributions = [wrong, right] if first else [right, wrong]
+    with pytest.raises(MalformedTensor):
+        codec.average(contributions, [1, 1], scheme=scheme, shape=(8,))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        codec.Encoded(Form.U8, bytes(2), b"\x01\x01"),
+        codec.Encoded(Form.U8, bytes(2), b"\x01\x01", scales=bytes(2)),
+        codec.Encoded(Form.U8, bytes(2), b"\x01\x01", scales=bytes(6)),
+        codec.Encoded(Form.U8, bytes(1), b"\x01\x01", scales=bytes(4)),
+        codec.Encoded(Form.U8, bytes(4), b"\x01\x01"),
+        codec.Encoded(Form.U8, bytes(4), b"\x01\x01", bytes([1, 0, 1, 0])),
+        codec.Encoded(Form.SIGN, bytes(2), counts=bytes([4, 0, 4, 0])),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_contribution_without_its_signs_or_scales_is_malformed(wrong, first):
+    scheme = flat(1, 4, values="sign")
     right = codec.encode(torch.ones(8), scheme)
     contributions = [wrong, right] if first else [right, wrong]
     with pytest.raises(MalformedTensor):

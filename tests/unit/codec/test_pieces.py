@@ -20,6 +20,8 @@ def flat(k, chunk, **more):
 
 SCHEME = flat(2, 10)  # 25 elements: chunks of 10, 10 and 5, keeping 2, 2 and 1
 SHAPE = (25,)
+SIGNS = flat(9, 10, values="sign")  # of the same chunks it keeps 9, 9 and 5
+UPDATED = codec.TopK(k=2, chunk=9, transform="dct", update="sign", dense_below=0)  # 3 x 9 elements: 3 tiles of 3 x 3
 
 
 @st.composite
@@ -27,21 +29,25 @@ def encoded_tensors(draw):
     """(encoded, scheme, shape, aggregate)"""
     shape = draw(st.sampled_from([(40,), (8, 12), (3, 5, 4), (17,), (16, 16), (0, 2), ()]))
     chunk = draw(st.sampled_from([4, 16, 64, 256, 576]))
+    top_k = {
+        "k": st.integers(1, chunk),
+        "chunk": st.just(chunk),
+        "values": st.sampled_from(["bf16", "fp32", "sign"]),
+        "dense_below": st.sampled_from([0, 0, 100]),
+    }
     scheme = draw(
         st.one_of(
             st.builds(codec.Dense, values=st.sampled_from(["bf16", "fp32"])),
-            st.builds(
-                codec.TopK,
-                k=st.integers(1, chunk),
-                chunk=st.just(chunk),
-                layout=st.sampled_from(["tiles", "flat"]),
-                values=st.sampled_from(["bf16", "fp32"]),
-                dense_below=st.sampled_from([0, 0, 100]),
-            ),
+            st.builds(codec.TopK, layout=st.sampled_from(["tiles", "flat"]), **top_k),
+            st.builds(codec.TopK, transform=st.just("dct"), update=st.sampled_from(["coefficients", "sign"]), **top_k),
         )
     )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    encoded = [codec.encode(torch.randn(shape, generator=generator), scheme) for _ in range(3)]
+    tensors = [torch.randn(shape, generator=generator) for _ in range(3)]
+    if draw(st.booleans()):
+        for tensor in tensors:
+            tensor.view(-1)[: math.prod(shape) // 2] = 0.0  # chunks without an update
+    encoded = [codec.encode(tensor, scheme) for tensor in tensors]
     if draw(st.booleans()):
         mean = codec.average(encoded, [1, 2, 3], scheme=scheme, shape=shape)
         return mean, scheme, shape, True
@@ -71,6 +77,7 @@ def test_pieces_join_to_what_was_cut(data, limit, block):
             counts=piece.counts,
         )
         assert len(piece.values) == limits.values_bytes
+        assert len(piece.scales) == limits.scales_bytes
         assert len(piece.indices) <= limits.indices_bytes
 
 
@@ -106,6 +113,39 @@ def test_pieces_by_hand():
     ]
 
 
+def test_signs_are_cut_with_their_scales():
+    tensor = torch.zeros(25)
+    tensor[[1, 4, 5, 10, 11, 19, 20, 22]] = torch.tensor([1.0, -1.0, 1.0, 2.0, 2.0, -5.0, -1.0, 4.0])
+    scheme = flat(3, 10, values="sign")  # keeps 3, 3 and 2
+    encoded = codec.encode(tensor, scheme)
+    pieces = list(codec.cut(encoded, scheme=scheme, shape=SHAPE, limit_bytes=12))
+    assert pieces == [
+        Piece(Form.U8, 0, 2, bytes([0b010, 0b100]), bytes.fromhex("803f 4040"), indices=bytes([1, 4, 5, 0, 1, 9])),
+        Piece(Form.U8, 2, 1, bytes([0b01]), bytes.fromhex("2040"), indices=bytes([0, 2])),
+    ]
+    for limit, counts in ((17, [3]), (16, [2, 1]), (11, [1, 2]), (10, [1, 1, 1])):
+        cut = codec.cut(encoded, scheme=scheme, shape=SHAPE, limit_bytes=limit)
+        assert [piece.count for piece in cut] == counts
+
+
+def test_an_update_is_cut_with_its_counts():
+    encoded = codec.Encoded(Form.SIGN, bytes([0xFF, 1, 7, 0]), counts=bytes([9, 0, 0, 0, 9, 0]))
+    pieces = list(codec.cut(encoded, scheme=UPDATED, shape=(3, 9), limit_bytes=6))
+    assert pieces == [
+        Piece(Form.SIGN, 0, 2, bytes([0xFF, 1]), counts=bytes([9, 0, 0, 0])),
+        Piece(Form.SIGN, 2, 1, bytes([7, 0]), counts=bytes([9, 0])),
+    ]
+
+
+def test_an_update_of_nothing_is_counts_alone():
+    encoded = codec.average([codec.encode(torch.zeros(3, 9), UPDATED)], [1], scheme=UPDATED, shape=(3, 9))
+    assert encoded == codec.Encoded(Form.SIGN, b"", counts=bytes(6))
+    assert list(codec.cut(encoded, scheme=UPDATED, shape=(3, 9), limit_bytes=4)) == [
+        Piece(Form.SIGN, 0, 2, b"", counts=bytes(4)),
+        Piece(Form.SIGN, 2, 1, b"", counts=bytes(2)),
+    ]
+
+
 def test_dense_pieces_are_counted_in_elements():
     encoded = codec.encode(torch.arange(5.0), codec.Dense("fp32"))
     pieces = list(codec.cut(encoded, scheme=codec.Dense("fp32"), shape=(5,), limit_bytes=11))
@@ -124,6 +164,11 @@ def test_cutting_what_is_not_of_the_shape_is_malformed():
 
 ONE = bytes.fromhex("803f")
 FIRST = Piece(Form.U8, 0, 2, ONE * 4, indices=bytes([0, 1, 0, 1]))
+FIRST_SIGNS = Piece(
+    Form.U8, 0, 2, bytes([0xFF, 1, 7, 0]), bytes.fromhex("803f 0040"), indices=bytes([*range(9), *range(1, 10)])
+)
+LAST_SIGNS = Piece(Form.U8, 2, 1, bytes([0x1F]), bytes(2), indices=bytes(range(5)))
+UPDATE = Piece(Form.SIGN, 0, 3, bytes([0xFF, 1, 7, 0]), counts=bytes([9, 0, 0, 0, 9, 0]))
 UNION = Piece(Form.GAP8, 0, 3, ONE * 6, counts=bytes([3, 0, 2, 0, 1, 0]), indices=bytes([0, 0, 0, 1, 1, 4]))
 
 
@@ -132,6 +177,7 @@ UNION = Piece(Form.GAP8, 0, 3, ONE * 6, counts=bytes([3, 0, 2, 0, 1, 0]), indice
     [
         ({"form": Form.DENSE}, "form DENSE in a contribution: allowed here is U8, U16, GAP8"),
         ({"form": Form.BITMAP}, "form BITMAP"),
+        ({"form": Form.SIGN}, "form SIGN in a contribution: allowed here is U8, U16, GAP8"),
         ({"form": 9}, "form 9"),
         ({"first": 1}, "begins at 1; the next one begins at 0"),
         ({"count": 0}, "of a tensor that has 3 chunks"),
@@ -161,8 +207,86 @@ def test_malformed_contribution_piece_is_refused_and_changes_nothing(change, wor
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"form": Form.SIGN}, "form SIGN in a contribution: allowed here is U8, U16, GAP8"),
+        ({"form": Form.U16}, "the indices end early, in chunk 1"),
+        ({"scales": b""}, "0 bytes of scales; there should be 4"),
+        ({"scales": bytes(2)}, "2 bytes of scales; there should be 4"),
+        ({"scales": bytes(3)}, "3 bytes of scales; there should be 4"),
+        ({"scales": bytes(6)}, "6 bytes of scales; there should be 4"),
+        ({"scales": bytes.fromhex("803f 00c0")}, "a scale is negative or not finite"),
+        ({"scales": bytes.fromhex("0080 0040")}, "a scale is negative or not finite"),
+        ({"scales": bytes.fromhex("807f 0040")}, "a scale is negative or not finite"),
+        ({"scales": bytes.fromhex("803f c07f")}, "a scale is negative or not finite"),
+        ({"scales": bytes.fromhex("803f ffff")}, "a scale is negative or not finite"),
+        ({"values": bytes([0xFF, 3, 7, 0])}, "spare bits are set after the signs of a chunk"),
+        ({"values": bytes([0xFF, 1, 7, 0x80])}, "spare bits are set after the signs of a chunk"),
+        ({"values": bytes([0xFF, 1, 7])}, "3 bytes of values; there should be 4"),
+        ({"values": bytes(36)}, "36 bytes of values; there should be 4"),
+        ({"count": 3}, "4 bytes of values; there should be 5"),
+        ({"counts": bytes([9, 0, 9, 0])}, "contribution with counts"),
+        ({"indices": bytes([*range(9), *range(2, 11)])}, "index 10 of chunk 1 is out of range"),
+    ],
+)
+def test_malformed_piece_of_signs_is_refused_and_changes_nothing(change, words):
+    joiner = Joiner(SIGNS, SHAPE, aggregate=False)
+    with pytest.raises(MalformedTensor) as caught:
+        joiner.add(dataclasses.replace(FIRST_SIGNS, **change))
+    assert words in str(caught.value)
+    joiner.add(FIRST_SIGNS)
+    with pytest.raises(MalformedTensor, match="0 bytes of scales"):
+        joiner.add(dataclasses.replace(LAST_SIGNS, scales=b""))
+    joiner.add(LAST_SIGNS)
+    joined = joiner.finish()
+    assert (joined.values, joined.scales) == (bytes([0xFF, 1, 7, 0, 0x1F]), bytes.fromhex("803f 0040 0000"))
+    assert joined.indices == bytes([*range(9), *range(1, 10), *range(5)])
+    assert not joined.counts
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"form": Form.BITMAP}, "form BITMAP in an aggregate: allowed here is SIGN"),
+        ({"form": Form.GAP8}, "form GAP8 in an aggregate: allowed here is SIGN"),
+        ({"form": Form.DENSE}, "form DENSE in an aggregate: allowed here is SIGN"),
+        ({"form": Form.U8}, "form U8 in an aggregate: allowed here is SIGN"),
+        ({"counts": b""}, "0 bytes of counts for 3 chunks"),
+        ({"counts": bytes([9, 0, 0, 0, 9])}, "5 bytes of counts for 3 chunks"),
+        ({"counts": bytes([8, 0, 0, 0, 9, 0])}, "chunk 0 with a count of 8: possible are 0 or 9 (its length)"),
+        ({"counts": bytes([9, 0, 2, 0, 9, 0])}, "chunk 1 with a count of 2: possible are 0 or 9 (its length)"),
+        ({"counts": bytes([9, 0, 0, 0, 10, 0])}, "chunk 2 with a count of 10: possible are 0 or 9"),
+        ({"counts": bytes([9, 0, 0, 0, 0xFF, 0xFF])}, "chunk 2 with a count of 65535"),
+        ({"counts": bytes([9, 0, 9, 0, 9, 0])}, "4 bytes of values; there should be 6"),
+        ({"counts": bytes(6)}, "4 bytes of values; there should be 0"),
+        ({"values": bytes([0xFF, 1, 7])}, "3 bytes of values; there should be 4"),
+        ({"values": bytes([0xFF, 3, 7, 0])}, "spare bits are set after the signs of a chunk"),
+        ({"values": bytes([0xFF, 1, 7, 0x10])}, "spare bits are set after the signs of a chunk"),
+        ({"scales": bytes(6)}, "6 bytes of scales; there should be 0"),
+        ({"indices": b"\x00"}, "1 bytes of indices; there can be 0 at most"),
+        ({"count": 4}, "chunks 0 to 3 of a tensor that has 3 chunks"),
+    ],
+)
+def test_malformed_update_is_refused_and_changes_nothing(change, words):
+    joiner = Joiner(UPDATED, (3, 9), aggregate=True)
+    with pytest.raises(MalformedTensor) as caught:
+        joiner.add(dataclasses.replace(UPDATE, **change))
+    assert words in str(caught.value)
+    joiner.add(UPDATE)
+    assert joiner.finish() == codec.Encoded(Form.SIGN, UPDATE.values, counts=UPDATE.counts)
+
+
+def test_update_of_a_small_tensor_has_to_be_dense():
+    scheme = codec.TopK(k=2, chunk=9, transform="dct", update="sign", dense_below=28)
+    with pytest.raises(MalformedTensor, match="form SIGN in an aggregate: allowed here is DENSE"):
+        Joiner(scheme, (3, 9), aggregate=True).add(UPDATE)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
         ({"form": Form.U8}, "form U8 in an aggregate: allowed here is GAP8, BITMAP, DENSE"),
+        ({"form": Form.SIGN}, "form SIGN in an aggregate: allowed here is GAP8, BITMAP, DENSE"),
         ({"form": Form.DENSE}, "dense tensor with counts"),
+        ({"scales": bytes(6)}, "6 bytes of scales; there should be 0"),
         ({"counts": b""}, "0 bytes of counts for 3 chunks"),
         ({"counts": bytes([3, 0, 2, 0, 1])}, "5 bytes of counts for 3 chunks"),
         ({"counts": bytes([3, 0, 1, 0, 2, 0])}, "chunk 1 with a count of 1: possible are 2"),
@@ -172,8 +296,9 @@ def test_malformed_contribution_piece_is_refused_and_changes_nothing(change, wor
         ({"indices": bytes([0, 0, 0, 1, 1, 5])}, "index 5 of chunk 2 is out of range"),
     ],
 )
-def test_malformed_aggregate_piece_is_refused(change, words):
-    joiner = Joiner(SCHEME, SHAPE, aggregate=True)
+@pytest.mark.parametrize("scheme", [SCHEME, flat(2, 10, values="sign")], ids=["bf16", "sign"])
+def test_malformed_aggregate_piece_is_refused(change, words, scheme):
+    joiner = Joiner(scheme, SHAPE, aggregate=True)
     with pytest.raises(MalformedTensor) as caught:
         joiner.add(dataclasses.replace(UNION, **change))
     assert words in str(caught.value)
@@ -237,6 +362,14 @@ def test_bounds_by_hand(form, values_bytes, indices_bytes):
     assert found == codec.Bounds(values_bytes, indices_bytes)
 
 
+def test_bounds_of_signs_by_hand():
+    found = codec.bounds(SIGNS, SHAPE, form=Form.U8, first=1, count=2, aggregate=False)
+    assert found == codec.Bounds(2 + 1, 9 + 5, 4)
+    counts = bytes([0, 0, 9, 0])
+    found = codec.bounds(UPDATED, (3, 9), form=Form.SIGN, first=1, count=2, aggregate=True, counts=counts)
+    assert found == codec.Bounds(2, 0, 0)
+
+
 def test_gap8_bound_counts_the_longest_gaps():
     # 2 of 1000: at most 2 + floor(998 / 255) = 5 bytes, reached by 0 and 999: 00 ff ff ff e9.
     scheme = flat(2, 1000)
@@ -262,8 +395,9 @@ def test_damaged_pieces_are_malformed_or_join_to_a_valid_tensor(data, limit, dra
     joiner = Joiner(scheme, shape, aggregate)
     try:
         for piece in codec.cut(encoded, scheme=scheme, shape=shape, limit_bytes=limit):
-            name = draw.draw(st.sampled_from(["values", "counts", "indices", "first", "count", "form", "none"]))
-            if name in ("values", "counts", "indices") and getattr(piece, name):
+            fields = ["values", "scales", "counts", "indices"]
+            name = draw.draw(st.sampled_from([*fields, "first", "count", "form", "none"]))
+            if name in fields and getattr(piece, name):
                 field = bytearray(getattr(piece, name))
                 field[draw.draw(st.integers(0, len(field) - 1))] ^= 1 << draw.draw(st.integers(0, 7))
                 del field[draw.draw(st.integers(max(0, len(field) - 2), len(field))) :]

@@ -20,8 +20,10 @@ from gradwire.errors import ConfigError
         ({"chunk": 128}, ["TopK.chunk", "128", "perfect squares", "flat"]),
         ({"layout": "rows"}, ["TopK.layout", "rows", "tiles", "flat"]),
         ({"values": "fp16"}, ["TopK.values", "fp16", "bf16", "fp32"]),
-        ({"values": "sign"}, ["TopK.values", "sign", "not supported yet"]),
-        ({"transform": "dct"}, ["TopK.transform", "dct", "not supported yet"]),
+        ({"transform": "dct", "layout": "flat"}, ["TopK.transform", "dct", "tiles", "flat"]),
+        ({"update": "signs"}, ["TopK.update", "signs", "coefficients", "sign"]),
+        ({"update": "sign"}, ["TopK.update", "sign", "dct"]),
+        ({"clip": "mean"}, ["TopK.clip", "mean", "median", "None"]),
         ({"transform": "fft"}, ["TopK.transform", "fft", "None"]),
         ({"indices": "u32"}, ["TopK.indices", "u32", "gap8"]),
         ({"indices": "u8"}, ["TopK.indices", "u8", "256", "4096"]),
@@ -39,6 +41,8 @@ def test_impossible_scheme_is_refused_with_field_value_and_what_is_allowed(field
 def test_dense_with_unknown_values_is_refused():
     with pytest.raises(ConfigError, match=r"Dense\.values = 'int8'"):
         codec.Dense(values="int8")
+    with pytest.raises(ConfigError, match=r"Dense\.values = 'sign'"):
+        codec.Dense(values="sign")
 
 
 def test_schemes_are_values_that_hash_and_do_not_change():

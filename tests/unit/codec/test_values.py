@@ -2,6 +2,7 @@
 
 import struct
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -73,4 +74,45 @@ def test_part_of_a_value_is_malformed():
 @pytest.mark.parametrize("data", [b"\x80\x7f", b"\x80\xff", b"\xc0\x7f", b"\x01\x00\xff\xff"])
 def test_received_infinities_and_nans_are_malformed(data):
     with pytest.raises(MalformedTensor, match=r"1 of .* not finite"):
-        values.check_finite(data, "bf16")
+        values.check(data, b"", "bf16", np.array([len(data) // 2]))
+
+
+def test_signs_start_on_a_byte_in_every_chunk_least_significant_bit_first():
+    entries = torch.tensor([-1.0, 2.0, -3.0, 0.0, -0.0, -4.0, -5.0, 6.0, -7.0, -8.0, 9.0])
+    signs, scales = values.pack_signs(entries, np.array([9, 2]), name="t")
+    # 1 0 1 0 0 1 1 0 | 1 | 1 0 from the lowest bit on; zeros count as positive.
+    assert signs == bytes([0b01100101, 0b1, 0b01])
+    # Means 28/9 = 3.111 and 17/2 = 8.5: bf16 3.109375 is 0x4047, 8.5 is 0x4108.
+    assert scales == bytes.fromhex("47400841")
+    assert values.unpack_signs(signs, scales, np.array([9, 2])).tolist() == [
+        -3.109375, 3.109375, -3.109375, 3.109375, 3.109375, -3.109375, -3.109375, 3.109375, -3.109375, -8.5, 8.5,
+    ]  # fmt: skip
+
+
+def test_a_scale_is_summed_in_float32_in_order():
+    entries = torch.tensor([2.0**24, 1.0, 1.0, 1.0])
+    _, scales = values.pack_signs(entries, np.array([4]), name="t")
+    # Each 1 is lost against 2^24 in turn; exactly it would be (2^24 + 3) / 4, the same bf16 here, so look at more.
+    assert scales == struct.pack("<H", 0x4A80)
+    many = torch.cat([torch.tensor([2.0**24]), torch.ones(2**20)])
+    _, scales = values.pack_signs(many, np.array([len(many)]), name="t")
+    expected = torch.tensor(2.0**24 / len(many)).to(torch.bfloat16).view(torch.int16).item()
+    assert scales == struct.pack("<h", expected)
+
+
+@pytest.mark.parametrize("scale", [b"\x80\x7f", b"\xc0\x7f", b"\x80\x80", b"\x00\x80"])
+def test_a_scale_that_is_negative_or_not_finite_is_malformed(scale):
+    with pytest.raises(MalformedTensor, match="scale"):
+        values.check(b"\x01", scale, "sign", np.array([3]))
+
+
+def test_bits_after_the_last_sign_of_a_chunk_are_malformed():
+    values.check(b"\xff\x07\x01", b"", "sign", np.array([11, 0, 1]))
+    for data in (b"\xff\x08\x01", b"\xff\x07\x02"):
+        with pytest.raises(MalformedTensor, match="spare bits"):
+            values.check(data, b"", "sign", np.array([11, 0, 1]))
+
+
+def test_a_mean_magnitude_that_overflows_is_refused_by_name():
+    with pytest.raises(NonFiniteGradient, match="layer"):
+        values.pack_signs(torch.full((4,), 3e38), np.array([4]), name="layer")

@@ -36,19 +36,25 @@ MANIFEST = Manifest(
         Entry("empty", (0, 3), sparse(8, 256)),
         Entry("scalar", (), Dense("bf16")),
         Entry("gaps", (30, 30), sparse(4, 512, values="fp32", indices="gap8")),  # 2 chunks: 512 and 388
+        Entry("signs", (40, 50), sparse(9, 256, values="sign", indices="u8")),  # 2 bytes of signs, of the last 1
+        Entry("update", (9, 35), TopK(k=3, chunk=64, transform="dct", update="sign", dense_below=0)),  # 15 of 3 x 7
     ),
 )
 
 
-def contribution(manifest=MANIFEST, seed=0, absent=()):
+def contribution(manifest=MANIFEST, seed=0, absent=(), zeros=0.0):
+    """Random tensors, of each of which the first `zeros` of its elements are 0."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = [codec.encode(torch.randn(entry.shape, generator=generator), entry.scheme) for entry in manifest]
-    return [None if number in absent else each for number, each in enumerate(tensors)]
+    tensors = [torch.randn(entry.shape, generator=generator) for entry in manifest]
+    for tensor in tensors:
+        tensor.view(-1)[: int(zeros * tensor.numel())] = 0.0
+    encoded = [codec.encode(tensor, entry.scheme) for tensor, entry in zip(tensors, manifest, strict=True)]
+    return [None if number in absent else each for number, each in enumerate(encoded)]
 
 
-def mean(manifest=MANIFEST, workers=3, absent=()):
+def mean(manifest=MANIFEST, workers=3, absent=(), zeros=0.0):
     """An aggregate of several contributions."""
-    each = [contribution(manifest, seed, absent) for seed in range(workers)]
+    each = [contribution(manifest, seed, absent, zeros) for seed in range(workers)]
     return [
         codec.average([own[number] for own in each], [1.0] * workers, scheme=entry.scheme, shape=entry.shape)
         for number, entry in enumerate(manifest)
@@ -70,21 +76,26 @@ def read(parts, commit, manifest=MANIFEST, *, absent=(), aggregate=False):
 
 
 def unpacked(part, width):
-    """(values, counts, indices) of a part, by the wire's description alone."""
+    """(values, scales, counts, indices) of a part, by the wire's description alone."""
+    rest = part.scales, part.counts, part.indices
     if part.packing == pb.PACKING_NONE:
         (values,) = part.values
-        return values, part.counts, part.indices
+        return values, *rest
     inflate = zstandard.ZstdDecompressor().decompress
-    columns = [np.frombuffer(inflate(frame), np.uint8) for frame in part.values]
+    columns = [np.frombuffer(inflate(frame) if frame else b"", np.uint8) for frame in part.values]
     assert len(columns) == width
     values = np.empty(width * len(columns[0]), np.uint8)
     for plane, column in enumerate(columns):
         values[plane::width] = column
-    return values.tobytes(), *(inflate(field) if field else b"" for field in (part.counts, part.indices))
+    return values.tobytes(), *(inflate(field) if field else b"" for field in rest)
 
 
 def width_of(part, manifest=MANIFEST):
-    return 4 if manifest.entries[part.tensor].scheme.values == "fp32" else 2
+    """Byte planes of the values of a right part."""
+    values = manifest.entries[part.tensor].scheme.values
+    if part.form == pb.FORM_SIGN or (values == "sign" and part.form != pb.FORM_DENSE and not part.counts):
+        return 1
+    return 4 if values == "fp32" else 2
 
 
 # Right ones
@@ -93,25 +104,26 @@ def width_of(part, manifest=MANIFEST):
 @st.composite
 def streams(draw):
     """(manifest, tensors, aggregate)"""
+    top_k = {
+        "k": st.integers(1, 16),
+        "chunk": st.sampled_from([16, 64, 1024]),
+        "values": st.sampled_from(["bf16", "fp32", "sign"]),
+        "indices": st.sampled_from(["auto", "u16", "gap8"]),
+        "dense_below": st.sampled_from([0, 100]),
+    }
     schemes = st.one_of(
         st.builds(Dense, values=st.sampled_from(["bf16", "fp32"])),
-        st.builds(
-            TopK,
-            k=st.integers(1, 16),
-            chunk=st.sampled_from([16, 64, 1024]),
-            layout=st.sampled_from(["tiles", "flat"]),
-            values=st.sampled_from(["bf16", "fp32"]),
-            indices=st.sampled_from(["auto", "u16", "gap8"]),
-            dense_below=st.sampled_from([0, 100]),
-        ),
+        st.builds(TopK, layout=st.sampled_from(["tiles", "flat"]), **top_k),
+        st.builds(TopK, transform=st.just("dct"), update=st.sampled_from(["coefficients", "sign"]), **top_k),
     )
     shapes = st.sampled_from([(), (1,), (0,), (3, 0), (7, 5), (64, 32), (130,), (2, 3, 4, 5, 2)])
     count = draw(st.integers(1, 5))
     entries = tuple(Entry(f"t{n}", draw(shapes), draw(schemes)) for n in range(count))
     manifest = Manifest("m", entries)
     absent = draw(st.sets(st.integers(0, count - 1)))
-    aggregate = draw(st.booleans())
-    tensors = mean(manifest, draw(st.integers(1, 3)), absent) if aggregate else contribution(manifest, 5, absent)
+    aggregate, zeros = draw(st.booleans()), draw(st.sampled_from([0.0, 0.0, 0.6, 1.0]))
+    workers = draw(st.integers(1, 3))
+    tensors = mean(manifest, workers, absent, zeros) if aggregate else contribution(manifest, 5, absent, zeros)
     return manifest, tensors, aggregate
 
 
@@ -141,13 +153,13 @@ def test_a_part_is_packed_just_where_that_is_shorter(stream):
     manifest, tensors, _ = stream
     for part in sent(tensors, manifest)[0]:
         width = width_of(part, manifest)
-        values, counts, indices = unpacked(part, width)
+        values, *rest = unpacked(part, width)
         deflate = zstandard.ZstdCompressor(level=3).compress
-        frames = [deflate(values[plane::width]) for plane in range(width)]
-        packed = sum(map(len, frames)) + sum(len(deflate(field)) for field in (counts, indices) if field)
-        plain = len(values) + len(counts) + len(indices)
+        fields = [*(values[plane::width] for plane in range(width)), *rest]
+        packed = sum(len(deflate(field)) for field in fields if field)
+        plain = sum(map(len, fields))
         assert (part.packing == pb.PACKING_ZSTD) == (packed < plain)
-        travelled = sum(map(len, part.values)) + len(part.counts) + len(part.indices)
+        travelled = sum(map(len, (*part.values, part.scales, part.counts, part.indices)))
         assert travelled == min(packed, plain)
 
 
@@ -158,6 +170,7 @@ def test_unpacked_parts_hold_the_codecs_bytes():
     for number, encoded in enumerate(tensors):
         own = [part for part in parts if part.tensor == number]
         assert b"".join(part.values[0] for part in own) == encoded.values
+        assert b"".join(part.scales for part in own) == encoded.scales
         assert b"".join(part.indices for part in own) == encoded.indices
 
 
@@ -168,6 +181,8 @@ def test_parts_are_in_manifest_order_and_whole():
         (1, pb.FORM_DENSE, 0, 50),
         (3, pb.FORM_DENSE, 0, 1),
         (4, pb.FORM_GAP8, 0, 2),
+        (5, pb.FORM_U8, 0, 8),
+        (6, pb.FORM_U8, 0, 15),
     ]
 
 
@@ -201,11 +216,44 @@ def test_large_tensors_travel_in_parts_of_at_most_512_kib(packed, aggregate):
     assert read(parts, commit, LARGE, aggregate=aggregate) == tensors
 
 
+SIGNS = Manifest(
+    "signs",
+    (
+        Entry("contribution", (512_000,), sparse(256, 256, values="sign", indices="u8")),  # 290 bytes a chunk
+        Entry("update", (2048, 2112), TopK(transform="dct", update="sign")),  # 514 bytes a chunk
+    ),
+)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_large_tensors_of_signs_travel_in_parts_of_at_most_512_kib(packed):
+    random = np.random.default_rng(0)
+    scales = (np.arange(2000) // 40).astype("<u2").tobytes()
+    indices = np.tile(np.arange(256, dtype=np.uint8), 2000).tobytes()
+    contributed = Encoded(Form.U8, random.bytes(2000 * 32), indices, scales=scales)
+    update = Encoded(Form.SIGN, random.bytes(1056 * 512), counts=np.full(1056, 4096, "<u2").tobytes())
+    for number, (tensor, chunks) in enumerate(((contributed, [1807, 193]), (update, [1020, 36]))):
+        tensors = [tensor if position == number else None for position in range(2)]
+        parts, commit = sent(tensors, SIGNS, packed=packed)
+        assert [part.count for part in parts] == chunks  # 524288 / 290 and 524288 / 514 in the first
+        assert all(sum(map(len, unpacked(part, 1))) <= PART_BYTES for part in parts)
+        assert read(parts, commit, SIGNS, absent=[1 - number], aggregate=number == 1) == tensors
+
+
+def test_an_update_of_nothing_travels_as_counts_alone():
+    tensors = mean(zeros=1.0)
+    part = sent(tensors, packed=False)[0][-1]
+    assert (part.form, list(part.values), part.counts, part.indices) == (pb.FORM_SIGN, [b""], bytes(30), b"")
+    for packed in (True, False):
+        parts, commit = sent(tensors, packed=packed)
+        assert read(parts, commit, aggregate=True) == tensors
+
+
 def test_absent_is_not_zero():
     tensors = contribution(absent={1, 4})
     assert absent_positions(tensors) == [1, 4]
     parts, commit = sent(tensors)
-    assert {part.tensor for part in parts} == {0, 3}
+    assert {part.tensor for part in parts} == {0, 3, 5, 6}
     assert read(parts, commit, absent=[1, 4]) == tensors
 
 
@@ -223,9 +271,9 @@ def test_an_empty_tensor_travels_as_nothing_but_is_there():
 
 
 def test_all_absent_is_a_stream_of_nothing():
-    parts, commit = sent([None] * 5)
+    parts, commit = sent([None] * 7)
     assert (parts, commit) == ([], pb.Commit(parts=0, payload_bytes=0, crc32=0))
-    assert read(parts, commit, absent=range(5)) == [None] * 5
+    assert read(parts, commit, absent=range(7)) == [None] * 7
 
 
 def test_the_readers_tally_is_the_senders():
@@ -235,7 +283,7 @@ def test_the_readers_tally_is_the_senders():
     for part in parts:
         reader.add(part)
     assert reader.tally == tally
-    fields = [field for part in parts for field in (*part.values, part.counts, part.indices)]
+    fields = [field for part in parts for field in (*part.values, part.scales, part.counts, part.indices)]
     assert tally.wire_bytes == sum(map(len, fields))
 
 
@@ -287,14 +335,14 @@ def test_a_flipped_bit_is_noticed(data, packed):
 def test_a_truncated_field_is_noticed(data, packed):
     parts = [pb.Part.FromString(part.SerializeToString()) for part in (PACKED if packed else PLAIN)]
     part = data.draw(st.sampled_from(parts))
-    fields = [*range(len(part.values)), *(["indices"] if part.indices else [])]
+    fields = [*range(len(part.values)), *(name for name in ("indices", "scales") if getattr(part, name))]
     field = data.draw(st.sampled_from(fields))
-    whole = part.indices if field == "indices" else part.values[field]
+    whole = part.values[field] if isinstance(field, int) else getattr(part, field)
     short = whole[: data.draw(st.integers(0, len(whole) - 1))]
-    if field == "indices":
-        part.indices = short
-    else:
+    if isinstance(field, int):
         part.values[field] = short
+    else:
+        setattr(part, field, short)
     assert MANIFEST.entries[part.tensor].name in refusal(parts, COMMIT)
 
 
@@ -305,18 +353,20 @@ def test_a_part_of_random_content_is_a_malformed_tensor_or_fine(data, aggregate)
     wide = st.integers(0, 10) | st.sampled_from([2**31, 2**63, 2**64 - 1])
     frames = st.binary(max_size=40) | st.binary(max_size=40).map(zstandard.ZstdCompressor().compress)
     part = pb.Part(
-        tensor=data.draw(st.integers(0, 6)),
-        form=data.draw(st.integers(0, 7)),
+        tensor=data.draw(st.integers(0, 8)),
+        form=data.draw(st.integers(0, 8)),
         first=data.draw(st.just(0) | wide),
         count=data.draw(wide),
         packing=data.draw(st.integers(0, 3)),
         values=data.draw(st.lists(frames, max_size=5)),
+        scales=data.draw(st.just(b"") | frames),
         counts=data.draw(frames),
         indices=data.draw(frames),
     )
     commit = pb.Commit(parts=data.draw(numbers), payload_bytes=data.draw(wide), crc32=data.draw(numbers))
+    absent = data.draw(st.sampled_from([(), (0,), (0, 1, 2, 3), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5)]))
     with pytest.raises(MalformedTensor):
-        read([part], commit, absent=data.draw(st.sampled_from([(), (0,), (0, 1, 2, 3)])), aggregate=aggregate)
+        read([part], commit, absent=absent, aggregate=aggregate)
 
 
 @settings(deadline=None)
@@ -340,7 +390,8 @@ def test_a_missing_part_is_refused(which):
 
 def test_a_tensor_that_never_came_is_named(plain):
     parts, commit = plain
-    assert refusal(parts[:-1], commit) == "the commit came before gaps"
+    assert refusal(parts[:-1], commit) == "the commit came before update"
+    assert refusal(parts[:-3], commit) == "the commit came before gaps"
     assert refusal([], commit) == "the commit came before weight"
 
 
@@ -376,6 +427,7 @@ def changed(parts, which, **fields):
 
 U16 = np.frombuffer(PLAIN[0].indices, "<u2")
 BF16 = PLAIN[0].values[0]
+SIGN_BITS, SCALES = PLAIN[4].values[0], PLAIN[4].scales
 
 
 def u16(at, value):
@@ -396,7 +448,7 @@ def u16(at, value):
         (1, {"form": pb.FORM_U16}, "bias: form U16 in a contribution"),
         (0, {"packing": 0}, "weight: packing 0 is unknown"),
         (0, {"packing": 3}, "weight: packing 3 is unknown"),
-        (0, {"tensor": 5}, "a part is of tensor 5, and the manifest has 5"),
+        (0, {"tensor": 7}, "a part is of tensor 7, and the manifest has 7"),
         (0, {"tensor": 2**32 - 1}, "a part is of tensor 4294967295"),
         (0, {"tensor": 3}, "scalar: a part out of order"),
         (0, {"first": 1}, "weight: "),
@@ -429,18 +481,47 @@ def u16(at, value):
         (3, {"indices": b"\xff" * 8}, "gaps: the indices end early"),
         (3, {"indices": b"\x00" * 9}, "gaps: 1 bytes of indices left over"),
         (3, {"indices": b"\xff\xff\x02" + b"\x00" * 7}, "gaps: "),
+        (0, {"scales": SCALES}, "weight: a field has 16 bytes where at most 0 can be"),
+        (1, {"scales": b"\x00"}, "bias: a field has 1 bytes where at most 0 can be"),
+        (4, {"scales": b""}, "signs: 0 bytes of scales; there should be 16"),
+        (4, {"scales": SCALES[:-2]}, "signs: 14 bytes of scales; there should be 16"),
+        (4, {"scales": SCALES + SCALES[:2]}, "signs: a field has 18 bytes where at most 16 can be"),
+        (4, {"scales": SCALES[:-1] + bytes([SCALES[-1] | 0x80])}, "signs: a scale is negative or not finite"),
+        (4, {"scales": b"\x00\x80" + SCALES[2:]}, "signs: a scale is negative or not finite"),
+        (4, {"scales": b"\x80\x7f" + SCALES[2:]}, "signs: a scale is negative or not finite"),
+        (4, {"scales": SCALES[:-2] + b"\xc0\x7f"}, "signs: a scale is negative or not finite"),
+        (4, {"values": [SIGN_BITS[:-1]]}, "signs: 14 bytes of values; there should be 15"),
+        (4, {"values": [SIGN_BITS + b"\x00"]}, "signs: a field has 16 bytes where at most 15 can be"),
+        (4, {"values": [SIGN_BITS[:7], SIGN_BITS[7:]]}, "signs: values come in 2 pieces, 1 are meant"),
+        (4, {"values": [b"\x00\x02" + SIGN_BITS[2:]]}, "signs: spare bits are set after the signs of a chunk"),
+        (4, {"values": [b"\x00\x80" + SIGN_BITS[2:]]}, "signs: spare bits are set after the signs of a chunk"),
+        (4, {"counts": b"\x09\x00" * 7 + b"\x08\x00"}, "signs: a contribution with counts per chunk"),
+        (4, {"form": pb.FORM_SIGN}, "signs: form SIGN in a contribution: allowed here is U8"),
+        (5, {"form": pb.FORM_SIGN}, "update: form SIGN in a contribution: allowed here is U8, U16, GAP8"),
     ],
 )
 def test_a_wrong_part_is_refused_with_its_tensor_and_the_reason(plain, which, fields, words):
     parts, commit = plain
     assert refusal(changed(parts, which, **fields), commit).startswith(words)
+    assert leaves_nothing_behind(parts, commit, which, changed(parts, which, **fields)[which]) == contribution()
+
+
+def leaves_nothing_behind(parts, commit, which, wrong, *, aggregate=False):
+    """What a reader makes of a stream in which a wrong part came, and was refused, before one of the right ones."""
+    reader = PartReader(MANIFEST, absent=(), aggregate=aggregate)
+    for number, part in enumerate(parts):
+        if number == which:
+            with pytest.raises(MalformedTensor):
+                reader.add(wrong)
+        reader.add(part)
+    return reader.finish(commit)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"parts": 3}, "parts = 3, but what arrived has 4"),
-        ({"parts": 0}, "parts = 0, but what arrived has 4"),
+        ({"parts": 3}, "parts = 3, but what arrived has 6"),
+        ({"parts": 0}, "parts = 0, but what arrived has 6"),
         ({"payload_bytes": 1}, "payload_bytes = 1, but what arrived has"),
         ({"crc32": 0}, "crc32 = 0, but what arrived has"),
     ],
@@ -458,7 +539,7 @@ def test_a_crc_with_any_bit_wrong_is_refused(bit):
     assert "crc32" in refusal(PACKED, commit)
 
 
-@pytest.mark.parametrize("absent", [[1, 0], [1, 1], [5], [0, 2**32 - 1]])
+@pytest.mark.parametrize("absent", [[1, 0], [1, 1], [7], [0, 2**32 - 1]])
 def test_a_wrong_list_of_absent_tensors_is_refused(absent):
     with pytest.raises(MalformedTensor, match="not ascending, or longer than the manifest"):
         PartReader(MANIFEST, absent=absent, aggregate=False)
@@ -499,6 +580,42 @@ def test_an_aggregate_is_not_a_contribution_and_the_reverse():
 def test_counts_that_can_not_be_are_refused(counts, words):
     parts, commit = sent(mean(), packed=False)
     assert refusal(changed(parts, 0, counts=counts), commit, aggregate=True).startswith(words)
+
+
+MEAN, MEAN_COMMIT = sent(mean(), packed=False)
+UPDATE = MEAN[5].values[0]
+
+
+@pytest.mark.parametrize(
+    ("which", "fields", "words"),
+    [
+        (0, {"form": pb.FORM_SIGN}, "weight: form SIGN in an aggregate: allowed here is GAP8, BITMAP, DENSE"),
+        (1, {"form": pb.FORM_SIGN}, "bias: form SIGN in an aggregate: allowed here is DENSE"),
+        (4, {"form": pb.FORM_SIGN}, "signs: form SIGN in an aggregate: allowed here is GAP8, BITMAP, DENSE"),
+        (4, {"scales": SCALES}, "signs: a field has 16 bytes where at most 0 can be"),
+        (5, {"form": pb.FORM_BITMAP}, "update: form BITMAP in an aggregate: allowed here is SIGN"),
+        (5, {"form": pb.FORM_GAP8}, "update: form GAP8 in an aggregate: allowed here is SIGN"),
+        (5, {"form": pb.FORM_DENSE}, "update: form DENSE in an aggregate: allowed here is SIGN"),
+        (5, {"form": pb.FORM_U8}, "update: form U8 in an aggregate: allowed here is SIGN"),
+        (5, {"counts": b""}, "update: 0 bytes of counts for 15 chunks"),
+        (5, {"counts": b"\x15\x00" * 14}, "update: 28 bytes of counts for 15 chunks"),
+        (5, {"counts": b"\x15\x00" * 14 + b"\x14\x00"}, "update: chunk 14 with a count of 20: possible are 0 or 21"),
+        (5, {"counts": b"\x03\x00" * 15}, "update: chunk 0 with a count of 3: possible are 0 or 21 (its length)"),
+        (5, {"counts": b"\xff\xff" * 15}, "update: chunk 0 with a count of 65535: possible are 0 or 21"),
+        (5, {"counts": b"\x15\x00" * 14 + bytes(2)}, "update: a field has 45 bytes where at most 42 can be"),
+        (5, {"counts": bytes(30)}, "update: a field has 45 bytes where at most 0 can be"),
+        (5, {"indices": b"\x00"}, "update: a field has 1 bytes where at most 0 can be"),
+        (5, {"scales": SCALES}, "update: a field has 16 bytes where at most 0 can be"),
+        (5, {"values": []}, "update: values come in 0 pieces, 1 are meant"),
+        (5, {"values": [UPDATE[:-1]]}, "update: 44 bytes of values; there should be 45"),
+        (5, {"values": [UPDATE[:2] + b"\x20" + UPDATE[3:]]}, "update: spare bits are set after the signs of a chunk"),
+        (5, {"values": [UPDATE[:-1] + b"\x80"]}, "update: spare bits are set after the signs of a chunk"),
+    ],
+)
+def test_a_wrong_part_of_signs_in_an_aggregate_is_refused(which, fields, words):
+    wrong = changed(MEAN, which, **fields)
+    assert refusal(wrong, MEAN_COMMIT, aggregate=True).startswith(words)
+    assert leaves_nothing_behind(MEAN, MEAN_COMMIT, which, wrong[which], aggregate=True) == mean()
 
 
 @settings(max_examples=200, deadline=None)
@@ -551,6 +668,39 @@ def test_a_bomb_in_any_field_is_refused_without_being_unpacked(field, aggregate)
     (bomb,) = changed([part], 0, **fields)
     assert refusal([bomb], aggregate=aggregate).startswith("weight: ")
     assert peak_of(lambda: refusal([bomb], aggregate=aggregate)) < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("number", "field", "aggregate"),
+    [
+        *((5, field, False) for field in ("plane", "scales", "counts", "indices")),
+        *((6, field, True) for field in ("plane", "scales", "counts", "indices")),
+        (0, "scales", False),
+        (0, "scales", True),
+    ],
+)
+def test_a_bomb_among_signs_is_refused_without_being_unpacked(number, field, aggregate):
+    others, name = [n for n in range(7) if n != number], MANIFEST.entries[number].name
+    deflate = zstandard.ZstdCompressor().compress
+    (part,) = (part for part in sent(mean() if aggregate else contribution(), packed=False)[0] if part.tensor == number)
+    width = width_of(part)
+    fields = {name: deflate(getattr(part, name)) for name in ("scales", "counts", "indices") if getattr(part, name)}
+    fields |= {"packing": pb.PACKING_ZSTD, "values": [deflate(part.values[0][plane::width]) for plane in range(width)]}
+    PartReader(MANIFEST, absent=others, aggregate=aggregate).add(changed([part], 0, **fields)[0])
+    fields |= {"values": [BOMB, *fields["values"][1:]]} if field == "plane" else {field: BOMB}
+    (bomb,) = changed([part], 0, **fields)
+    text = refusal([bomb], absent=others, aggregate=aggregate)
+    assert text.startswith(f"{name}: a packed field claims 67108864 bytes where at most ")
+    assert peak_of(lambda: refusal([bomb], absent=others, aggregate=aggregate)) < 1 << 20
+
+
+def test_scales_that_claim_one_byte_more_than_the_chunks_have_are_refused_unread():
+    deflate = zstandard.ZstdCompressor().compress
+    header = deflate(bytes(17))[:6]  # what the frame claims, without any content: there is nothing else to look at
+    fields = {"values": [deflate(SIGN_BITS)], "indices": deflate(PLAIN[4].indices), "scales": header}
+    (wrong,) = changed(PLAIN[4:5], 0, packing=pb.PACKING_ZSTD, **fields)
+    text = refusal([wrong], absent=[0, 1, 2, 3, 4, 6])
+    assert text == "signs: a packed field claims 17 bytes where at most 16 can be"
 
 
 def test_a_contribution_has_no_counts_not_even_packed_nothing():
