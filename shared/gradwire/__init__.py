@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradwire.codec import Dense, TopK
     from gradwire.errors import GradwireError
+    from gradwire.optim.demo import DeMo
     from gradwire.optim.distributed import DistributedOptimizer
     from gradwire.optim.sparseloco import SparseLoCo
     from gradwire.session import Session, connect
 
 _HOMES = {
+    "DeMo": "gradwire.optim.demo",
     "Dense": "gradwire.codec",
     "DistributedOptimizer": "gradwire.optim.distributed",
     "GradwireError": "gradwire.errors",
@@ -25,7 +27,7 @@ _HOMES = {
     "connect": "gradwire.session",
 }
 
-__all__ = ["Dense", "DistributedOptimizer", "GradwireError", "Session", "SparseLoCo", "TopK", "connect"]
+__all__ = ["DeMo", "Dense", "DistributedOptimizer", "GradwireError", "Session", "SparseLoCo", "TopK", "connect"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,10 +12,10 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gradwire.codec import TopK
+from gradwire.codec import Dense, TopK
 from gradwire.errors import ConfigError
 
-Method = Literal["sparseloco", "dense", "topk"]
+Method = Literal["sparseloco", "demo", "dense", "topk"]
 
 
 class _Section(BaseModel):
@@ -116,6 +116,7 @@ class OptimizerConfig(_Section):
     momentum: float = Field(0.9, ge=0, lt=1)  # of SGD, method "topk"
     clip_norm: float = Field(1.0, ge=0)  # 0: none
     outer_lr: float = Field(1.0, gt=0, le=100)  # method "sparseloco"
+    outer_momentum: float = Field(0.0, ge=0, lt=1)  # Nesterov's, method "sparseloco"; 0: none
 
 
 class CompressionConfig(_Section):
@@ -124,30 +125,12 @@ class CompressionConfig(_Section):
     k: int = Field(64, ge=1, le=32768)
     chunk: int = Field(4096, ge=1, le=32768)
     layout: Literal["tiles", "flat"] = "tiles"
-    values: Literal["bf16", "fp32"] = "bf16"
+    values: Literal["bf16", "fp32", "sign"] = "bf16"
     indices: Literal["auto", "u8", "u16", "gap8"] = "auto"
     dense_below: int = Field(4096, ge=0, le=1 << 53)  # elements
-    residual_decay: float = Field(0.95, ge=0, le=1)  # error feedback; 0: none
-
-    def scheme(self, normalization: Literal["contributors", "senders"]) -> TopK:
-        """The codec's scheme."""
-        return TopK(
-            k=self.k,
-            chunk=self.chunk,
-            layout=self.layout,
-            values=self.values,
-            indices=self.indices,
-            dense_below=self.dense_below,
-            normalization=normalization,
-        )
-
-    @model_validator(mode="after")
-    def _makes_a_scheme(self) -> Self:
-        try:
-            self.scheme("senders")
-        except ConfigError as error:
-            raise ValueError(str(error).removeprefix("TopK.")) from error
-        return self
+    residual_decay: float | None = Field(None, ge=0, le=1)  # error feedback; 0: none; default: by the method
+    update: Literal["sign", "coefficients"] = "sign"  # what comes back, method "demo"
+    clip: Literal["none", "median"] = "none"  # of the workers' norms, method "sparseloco"
 
 
 class TrainingConfig(_Section):
@@ -159,6 +142,46 @@ class TrainingConfig(_Section):
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     compression: CompressionConfig = CompressionConfig()
+
+    @property
+    def top_k(self) -> TopK:
+        """How tensors travel, but with method "dense". Raises ConfigError where keys contradict each other."""
+        keys, demo = self.compression, self.method == "demo"
+        if demo and keys.layout != "tiles":
+            raise ConfigError(f"compression.layout = {keys.layout!r} with method 'demo': allowed is 'tiles'")
+        return TopK(
+            k=keys.k,
+            chunk=keys.chunk,
+            layout=keys.layout,
+            transform="dct" if demo else None,
+            values=keys.values,
+            indices=keys.indices,
+            dense_below=keys.dense_below,
+            normalization="contributors" if self.method == "topk" else "senders",
+            update=keys.update if demo else "coefficients",
+            clip="median" if keys.clip == "median" else None,
+        )
+
+    @property
+    def dense(self) -> Dense:
+        """How tensors travel with method "dense". Raises ConfigError where keys contradict each other."""
+        if self.compression.values == "sign":
+            raise ConfigError("compression.values = 'sign' with method 'dense': allowed are 'bf16' and 'fp32'")
+        return Dense(self.compression.values)
+
+    @property
+    def residual_decay(self) -> float:
+        """Of the error feedback: the momentum of DeMo."""
+        default = 0.999 if self.method == "demo" else 0.95
+        return default if self.compression.residual_decay is None else self.compression.residual_decay
+
+    @model_validator(mode="after")
+    def _makes_a_scheme(self) -> Self:
+        try:
+            _ = self.top_k, self.method == "dense" and self.dense
+        except ConfigError as error:
+            raise ValueError(str(error).replace("TopK.", "compression.")) from error
+        return self
 
 
 class RunConfig(_Section):

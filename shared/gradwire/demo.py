@@ -29,7 +29,6 @@ from gradwire.wire import calls
 from gradwire.wire.channel import open_channel
 
 INNER_BATCH: Final = 16
-INNER_STEPS: Final = 10
 STOP_WITHIN_S: Final = 10.0
 
 CONFIG: Final = """\
@@ -49,51 +48,91 @@ listen = "127.0.0.1:0"
 http = "127.0.0.1:0"
 
 [training]
-method = "sparseloco"
+method = "{method}"
+evaluate_every = {evaluate_every}
 
 [training.optimizer]
-lr = 0.004
+lr = {lr}
 warmup_rounds = {warmup_rounds}
 
 [training.compression]
-residual_decay = 0.9
+residual_decay = {residual_decay}
 """
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What suits a method on this task: 200 steps of each worker make the run."""
+
+    inner_steps: int  # a round
+    lr: float
+    residual_decay: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        return 200 // self.inner_steps
+
+
+RECIPES: Final = {
+    "sparseloco": Recipe(inner_steps=10, lr=0.004, residual_decay=0.9),
+    "demo": Recipe(inner_steps=1, lr=0.002, residual_decay=0.999),
+    "dense": Recipe(inner_steps=1, lr=0.003),
+    "topk": Recipe(inner_steps=1, lr=0.3, residual_decay=0.9),
+}
 
 
 def demo(
     workers: Annotated[int, typer.Option(help="Worker processes.", min=1, max=64)] = 2,
     device: Annotated[list[str] | None, typer.Option(help="Device of the workers in turn; may be repeated.")] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds of 10 inner steps a worker.", min=1)] = 20,
+    method: Annotated[str, typer.Option(help="sparseloco, demo, dense or topk.", metavar="METHOD")] = "sparseloco",
+    rounds: Annotated[int | None, typer.Option(help="Default: 20 of 10 inner steps, or 200 of one.", min=1)] = None,
     folder: Annotated[Path, typer.Option(help="Where to put config, logs and checkpoint.")] = Path("runs"),
 ) -> None:
     """Train a small language model on this machine's Python source text, with workers that talk over gRPC."""
     console = Console()
     place = folder / time.strftime("demo-%Y%m%d-%H%M%S")
-    config = place / "run.toml"
-    text = CONFIG.format(
-        rounds=rounds,
-        workers=workers,
-        global_batch=workers * INNER_STEPS * INNER_BATCH,
-        inner_batch=INNER_BATCH,
-        warmup_rounds=min(2.0, rounds / 10),
-    )
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        config.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--folder {folder}: can't write there: {error.strerror}") from error
+    config = write_config(place, method=method, workers=workers, rounds=rounds)
     with raise_on_stop():
-        state = _train(console, config, place, workers, device)
+        state = train(console, config, workers=workers, devices=device)
         _summarize(console, state, place)
 
 
-def _train(console: Console, config: Path, place: Path, workers: int, device: list[str] | None) -> pb.RunState:
-    with Processes(place).running() as processes:
+def write_config(place: Path, *, method: str, workers: int, rounds: int | None = None) -> Path:
+    """Writes the run's config to run.toml in `place`. Raises ConfigError for an unknown method, or where it can't."""
+    recipe = RECIPES.get(method)
+    if recipe is None:
+        raise ConfigError(f"--method {method}: allowed are {', '.join(RECIPES)}")
+    rounds = rounds or recipe.rounds
+    text = CONFIG.format(
+        method=method,
+        rounds=rounds,
+        workers=workers,
+        global_batch=workers * recipe.inner_steps * INNER_BATCH,
+        inner_batch=INNER_BATCH,
+        evaluate_every=max(1, 20 // recipe.inner_steps),
+        lr=recipe.lr,
+        warmup_rounds=min(recipe.rounds, rounds) / 10,
+        residual_decay=recipe.residual_decay,
+    )
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "run.toml").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--folder {place.parent}: can't write there: {error.strerror}") from error
+    return place / "run.toml"
+
+
+def train(console: Console, config: Path, *, workers: int, devices: list[str] | None = None) -> pb.RunState:
+    """Runs a config to its end with workers as processes of this machine; what the aggregator knows at the end.
+
+    Logs and checkpoints go to the config's folder. Raises GradwireError if a process fails.
+    """
+    with Processes(config.parent).running() as processes:
         address = processes.start_aggregator(config)
-        console.print(f"aggregator at {address}; config and logs in {place}", highlight=False)
+        console.print(f"aggregator at {address}; config and logs in {config.parent}", highlight=False)
         threads = max(1, (os.cpu_count() or 1) // workers)
         for number in range(1, workers + 1):
-            chosen = device[(number - 1) % len(device)] if device else "auto"
+            chosen = devices[(number - 1) % len(devices)] if devices else "auto"
             processes.start_worker(address, f"worker-{number}", chosen, threads)
         with View(console, "training").open() as view:
             state = background.run(_watch(address, view, processes))

@@ -76,10 +76,10 @@ class Replica(Protocol):
     def apply(self, aggregate: Aggregate) -> None:
         """Turns weights r into weights r + 1. The same code serves rounds that are replayed."""
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def snapshot(self) -> dict[str, torch.Tensor]:
         """Weights, buffers and the optimizer state that is the same on all workers: copies on the host."""
 
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+    def load_snapshot(self, state: dict[str, torch.Tensor]) -> None:
         """Takes over the state of another replica; this worker's residual starts from zero.
 
         Raises ManifestMismatch where tensors are missing or have other shapes.

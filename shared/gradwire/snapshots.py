@@ -51,12 +51,12 @@ class Snapshots:
         self._traffic.download_bytes += len(download.data)
         if not download.intact:
             raise GradwireError("the snapshot from the aggregator arrived damaged; start the worker again")
-        replica.load_state(state.unpack(bytes(download.data)))
+        replica.load_snapshot(state.unpack(bytes(download.data)))
         return download.header.round
 
     def publish(self, replica: Replica, round_: int) -> None:
         """Publishes a replica's state as the weights of a round, and waits for it."""
-        data, session = state.pack(replica.state()), self._link.session
+        data, session = state.pack(replica.snapshot()), self._link.session
 
         async def attempt() -> None:
             # If the lease ended meanwhile, joining again has settled whose weights are the first.
@@ -68,7 +68,7 @@ class Snapshots:
     def publish_beside(self, replica: Replica, round_: int) -> None:
         """Publishes while training goes on; if that fails, the aggregator asks somebody again."""
         if self.publishing is None or self.publishing.done():
-            data = state.pack(replica.state())
+            data = state.pack(replica.snapshot())
             self.publishing = background.submit(self._try_to_publish(round_, data))
 
     async def _try_to_publish(self, round_: int, data: bytes) -> None:

@@ -665,10 +665,10 @@ class Bystander:
     def apply(self, aggregate):
         pass
 
-    def state(self):
+    def snapshot(self):
         return {"w": torch.zeros(1)}
 
-    def load_state(self, state):
+    def load_snapshot(self, state):
         self.loaded = True
 
 

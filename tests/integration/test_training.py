@@ -183,7 +183,16 @@ def test_sparseloco_weights_and_buffers_are_bit_identical_on_all_workers_at_ever
     assert len({digest(nn.Sequential(model[0], model[2], model[3])) for model in models}) == 1
 
 
-@pytest.mark.parametrize("make", [dense(adamw), sparseloco()], ids=["dense", "sparseloco"])
+def demo(model: nn.Module, session: gradwire.Session) -> Any:
+    scheme = gradwire.TopK(k=8, chunk=64, transform="dct", dense_below=16, normalization="senders")
+    return gradwire.DeMo(model.parameters(), 0.01, session, model=model, scheme=scheme, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [dense(adamw), sparseloco(), sparseloco(outer_momentum=0.9, outer_lr=0.5), demo],
+    ids=["dense", "sparseloco", "sparseloco with outer momentum", "demo"],
+)
 def test_a_late_joiner_catches_up_and_ends_with_the_same_weights(make: Any) -> None:
     config = run_config(rounds=30, global_batch=16, inner_batch=8, snapshot_every=4)
     join_now, rounds_seen = threading.Event(), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from typing import Any
 
@@ -31,4 +32,4 @@ Client.contribute = half  # type: ignore[method-assign]
 torch.set_num_threads(1)
 session = gradwire.connect(sys.argv[1], worker=sys.argv[2])
 
-Trainer(session, devices.pick("cpu"), Metrics(CollectorRegistry())).run()
+Trainer(session, devices.pick("cpu"), Metrics(CollectorRegistry()), contextlib.nullcontext()).run()

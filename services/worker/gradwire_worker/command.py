@@ -29,6 +29,9 @@ log = logging.getLogger("gradwire.worker")
 def worker(
     address: Annotated[str, typer.Argument(help="HOST:PORT of the aggregator.", metavar="HOST:PORT")],
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    precision: Annotated[
+        str, typer.Option(help="Of the forward pass: float32, bf16, or auto: bf16 where it is faster.", metavar="P")
+    ] = "float32",
     name: Annotated[str | None, typer.Option(help="This worker's name; default: the host's, with a suffix.")] = None,
     run: Annotated[str | None, typer.Option(help="Name of the run that is meant; default: whichever it is.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Folder to write the weights to.")] = None,
@@ -38,6 +41,7 @@ def worker(
 ) -> None:
     """Train on this machine for the run at HOST:PORT, until it is over."""
     chosen = devices.pick(device)
+    autocast = devices.autocast(chosen, precision)
     if checkpoint is not None:
         _require_writable(checkpoint)
     metrics = Metrics(registry := CollectorRegistry())
@@ -45,7 +49,7 @@ def worker(
         session = gradwire.connect(address, run=run, worker=name, give_up_after_s=give_up_after, on_phase=metrics.phase)
         reason, written = "failed", ""
         try:
-            trainer = Trainer(session, chosen, metrics)
+            trainer = Trainer(session, chosen, metrics, autocast)
             try:
                 trainer.run(_saver(trainer, checkpoint, checkpoint_every))
                 reason = "finished"

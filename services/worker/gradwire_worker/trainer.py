@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import torch
 
 from gradwire import device as devices
-from gradwire.codec import Dense
 from gradwire.config import TrainingConfig
 from gradwire.corpus import Corpus
 from gradwire.errors import ConfigError
+from gradwire.optim.demo import DeMo
 from gradwire.optim.distributed import DistributedOptimizer
 from gradwire.optim.sparseloco import SparseLoCo
 from gradwire.schedule import learning_rate
@@ -28,17 +29,20 @@ log = logging.getLogger("gradwire.worker")
 HELD_OUT_BATCH: Final = 16
 HELD_OUT_BATCHES: Final = 16
 
-Optimizer: TypeAlias = DistributedOptimizer | SparseLoCo
+Optimizer: TypeAlias = DistributedOptimizer | DeMo | SparseLoCo
 
 
 class Trainer:
     """One worker's part in a run with a configured model.
 
     session: connected, not joined yet; making the trainer joins it, and loads the run's weights.
+    autocast: what the forward pass runs in; weights are float32 in any case.
     Raises ConfigError if the run has no [training] section, ManifestMismatch if its model is another.
     """
 
-    def __init__(self, session: Session, device: torch.device, metrics: Metrics) -> None:
+    def __init__(
+        self, session: Session, device: torch.device, metrics: Metrics, autocast: AbstractContextManager[object]
+    ) -> None:
         if session.config.training is None:
             raise ConfigError(f"run {session.run!r} has no [training] section: its workers are scripts of its own")
         self.session = session
@@ -49,6 +53,7 @@ class Trainer:
         self.model = models.build(self.training.model, seed=session.config.seed, device=device)
         self.optimizer = make_optimizer(self.training, self.model, session)
         self._device = device
+        self._autocast = autocast
         self._metrics = metrics
 
     def run(self, on_round: Callable[[int], None] | None = None) -> None:
@@ -59,7 +64,8 @@ class Trainer:
             self._set_learning_rate()
             self.optimizer.zero_grad()
             with self.session.phase("compute"):
-                loss = self.model.loss(batch.to(self._device))
+                with self._autocast:
+                    loss = self.model.loss(batch.to(self._device))
                 loss.backward()  # type: ignore[no-untyped-call]
                 devices.synchronize(self._device)
             self._metrics.trained(tokens=batch.numel() - len(batch))
@@ -70,7 +76,7 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Mean loss on the held-out text, in nats per byte."""
-        with torch.no_grad():
+        with torch.no_grad(), self._autocast:
             batches = self.held_out.held_out_batches(HELD_OUT_BATCH, HELD_OUT_BATCHES)
             losses = [float(self.model.loss(batch.to(self._device))) for batch in batches]
         return sum(losses) / len(losses)
@@ -84,7 +90,7 @@ class Trainer:
             "round": str(self.session.round),
             "model": self.training.model.model_dump_json(),
         }
-        write_checkpoint(path, {**self.optimizer.state(), **residual}, metadata)
+        write_checkpoint(path, {**self.optimizer.snapshot(), **residual}, metadata)
         return path
 
     def _start_share(self, on_round: Callable[[int], None] | None) -> None:
@@ -112,27 +118,38 @@ def make_optimizer(training: TrainingConfig, model: torch.nn.Module, session: Se
     """The optimizer of the run's method; making it joins the run."""
     config, compression = training.optimizer, training.compression
     clip_norm = config.clip_norm or None
+    if training.method == "demo":
+        return DeMo(
+            model.parameters(),
+            config.lr,
+            session,
+            model=model,
+            scheme=training.top_k,
+            decay=training.residual_decay,
+            update=compression.update,
+            weight_decay=config.weight_decay,
+        )
     if training.method == "topk":
         sgd = torch.optim.SGD(model.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay)
         return DistributedOptimizer(
             sgd,
             session,
             model=model,
-            scheme=compression.scheme("contributors"),
+            scheme=training.top_k,
             clip_norm=clip_norm,
-            residual_decay=compression.residual_decay,
+            residual_decay=training.residual_decay,
         )
     betas = (config.beta1, config.beta2)
     adamw = torch.optim.AdamW(model.parameters(), config.lr, betas, weight_decay=config.weight_decay)
     if training.method == "dense":
-        scheme = Dense(compression.values)
-        return DistributedOptimizer(adamw, session, model=model, scheme=scheme, clip_norm=clip_norm)
+        return DistributedOptimizer(adamw, session, model=model, scheme=training.dense, clip_norm=clip_norm)
     return SparseLoCo(
         adamw,
         session,
         model=model,
-        scheme=compression.scheme("senders"),
+        scheme=training.top_k,
         outer_lr=config.outer_lr,
-        residual_decay=compression.residual_decay,
+        outer_momentum=config.outer_momentum,
+        residual_decay=training.residual_decay,
         clip_norm=clip_norm,
     )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from gradwire.codec import Dense, Scheme, TopK, decode
-from gradwire.errors import ManifestMismatch, NonFiniteGradient
-from gradwire.exchange import Aggregate, Contribution
+from gradwire.errors import ConfigError, ManifestMismatch
+from gradwire.exchange import Aggregate
 from gradwire.manifest import Manifest, Role
 from gradwire.optim.accumulate import GradientMean, set_gradients
-from gradwire.optim.loss import LossMean
+from gradwire.optim.buffers import Buffers
 from gradwire.optim.residual import Residual
+from gradwire.optim.share import ShareMean, hand_in
 from gradwire.optim.tensors import tensors_of
 from gradwire.session import Session
 
@@ -34,8 +38,11 @@ class DistributedOptimizer:
         clip_norm: the averaged gradient's L2 norm is clipped to this; None: not at all.
         residual_decay: error feedback with TopK; 0 turns it off.
 
-    Raises ManifestMismatch if the run's tensors, method or data are not these, ConfigError where names are missing.
+    Raises ManifestMismatch if the run's tensors, method or data are not these, ConfigError where names are missing or
+    the optimizer steps with a closure.
     """
+
+    _step_supports_amp_scaling = True  # what torch.amp.GradScaler asks for
 
     def __init__(
         self,
@@ -47,6 +54,7 @@ class DistributedOptimizer:
         clip_norm: float | None = None,
         residual_decay: float = 1.0,
     ) -> None:
+        require_no_closure(optimizer)
         self.optimizer = optimizer
         self._session = session
         self._tensors = tensors_of(optimizer, model)
@@ -54,9 +62,8 @@ class DistributedOptimizer:
         self._manifest = self._tensors.manifest(f"gradients:{type(optimizer).__name__}", scheme)
         self._clip_norm = clip_norm
         self.residual = Residual(residual_decay if isinstance(scheme, TopK) else 0.0)
-        self._mean = GradientMean(self._tensors.trained)
-        self._loss = LossMean()
-        self._buffers = {name: buffer.clone() for name, buffer in self._tensors.averaged.items()}
+        self._share = ShareMean(session, GradientMean(self._tensors.trained))
+        self._buffers = Buffers(self._tensors.averaged)
         session.join(self)
 
     @property
@@ -73,23 +80,31 @@ class DistributedOptimizer:
 
         loss: the batch's mean loss, for the run's records. Raises GradwireError outside the loader.
         """
-        batch = self._session.take_batch()
-        self._mean.add(batch.samples / batch.share_samples)
-        self._loss.add(loss, batch.samples)
-        if batch.last:
-            self._exchange()
-
-    def _exchange(self) -> None:
-        updates: dict[str, torch.Tensor | None] = {**self._mean.take(), **self._tensors.averaged}
-        loss = self._loss.take()
-        try:
-            with self._session.phase("encode"):
-                encoded = self.residual.compress(self._manifest, updates)
-        except NonFiniteGradient as error:
-            self._session.abstain(str(error))
+        trained = self._share.add(self, loss)
+        if trained is None:
             return
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self._session.exchange(Contribution(encoded, loss, rates))
+        self._tensors.groups(self.optimizer)
+        gradients, mean_loss = trained
+        hand_in(
+            self._session,
+            self.residual,
+            self._manifest,
+            {**gradients, **self._tensors.averaged},
+            mean_loss,
+            [float(group["lr"]) for group in self.param_groups],
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, which a plain one can load, with the residual under "gradwire"."""
+        return {**self.optimizer.state_dict(), "gradwire": self.residual.state_dict(self._session.round)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what is this worker's own: the residual, if it is of the round that the worker is at.
+
+        The rest is the run's, and came with it. To start a run from a checkpoint, load it into the model and the torch
+        optimizer before wrapping that.
+        """
+        self.residual.load_state_dict(state_dict.get("gradwire"), self._session.round)
 
     # What the session asks of a replica.
 
@@ -104,37 +119,47 @@ class DistributedOptimizer:
     def apply(self, aggregate: Aggregate) -> None:
         """Steps the wrapped optimizer on a round's mean gradient, with the learning rates of that round."""
         self.residual.settle(counted=aggregate.counted)
+        buffers: dict[str, torch.Tensor] = {}
         if not aggregate.void:
             gradients: dict[str, torch.Tensor] = {}
             for entry, encoded in zip(self._manifest, aggregate.tensors, strict=True):
                 if encoded is not None:
-                    kind = gradients if entry.role is Role.PARAMETER else self._buffers
-                    kind[entry.name] = decode(encoded, entry.scheme, entry.shape)
+                    kind = gradients if entry.role is Role.PARAMETER else buffers
+                    kind[entry.name] = decode(encoded, entry.scheme, entry.shape, device=self.device)
             set_gradients(self._tensors.trained, gradients)
             if self._clip_norm is not None:
                 nn.utils.clip_grad_norm_(self._tensors.trained.values(), self._clip_norm)
             for group, rate in zip(self.optimizer.param_groups, aggregate.learning_rates, strict=False):
                 group["lr"] = rate
+            if isinstance(self.optimizer, torch.optim.SparseAdam):  # it takes no others
+                _make_gradients_sparse(self._tensors.trained.values())
             self.optimizer.step()
-        # In a void round the statistics go back with the weights.
-        for name, buffer in self._tensors.averaged.items():
-            buffer.copy_(self._buffers[name])
+        self._buffers.apply(buffers)
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Weights, buffers, and the wrapped optimizer's state."""
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Weights, buffers, and the wrapped optimizer's state, with the numbers that it keeps in its groups."""
         state = self._tensors.snapshot()
+        for number, group in enumerate(self.optimizer.param_groups):
+            for key, value in group.items():
+                if isinstance(value, int | float):
+                    state[f"group/{number}/{key}"] = torch.from_numpy(np.array(value))
         for name, parameter in self._tensors.trained.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if value is not None:
                     state[f"optimizer/{name}/{key}"] = torch.as_tensor(value)
         return state
 
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+    def load_snapshot(self, state: dict[str, torch.Tensor]) -> None:
         """Takes over another replica's state."""
         self._tensors.restore(state)
-        self._buffers = {name: buffer.clone() for name, buffer in self._tensors.averaged.items()}
+        self._buffers.keep()
         self.residual.reset()
         self._load_optimizer_state(state)
+        for number, group in enumerate(self.optimizer.param_groups):
+            for key, value in group.items():
+                saved = state.get(f"group/{number}/{key}")
+                if saved is not None and isinstance(value, int | float):
+                    group[key] = type(value)(saved.item())
 
     def _load_optimizer_state(self, state: dict[str, torch.Tensor]) -> None:
         # Through load_state_dict, which knows where each optimizer keeps its scalars and in which dtype.
@@ -149,3 +174,19 @@ class DistributedOptimizer:
                 raise ManifestMismatch(f"the snapshot has optimizer state for {name}, which this worker doesn't train")
             loaded.setdefault(numbers[id(self._tensors.trained[name])], {})[slot] = value
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": loaded})
+
+
+def _make_gradients_sparse(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to_sparse(1)
+
+
+def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError for an optimizer, such as LBFGS, that evaluates the model itself within a step."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__} evaluates the model again within a step, where gradients are no mean of all "
+            "workers: use an optimizer whose step() needs no closure"
+        )

@@ -6,21 +6,28 @@ parameter name, so that it survives whatever reorders tensors.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from gradwire.codec import Encoded, decode, encode
+from gradwire.errors import ConfigError
 from gradwire.manifest import Manifest, Role
+
+log = logging.getLogger("gradwire.session")
 
 
 class Residual:
     """The residual of every parameter, on the parameter's device, float32.
 
-    decay: what the old residual is multiplied with before the update is added; 0 turns error feedback off.
+    decay: what the old residual is multiplied with before the update is added, 0 to 1; 0 turns error feedback off.
     """
 
     def __init__(self, decay: float) -> None:
+        if not 0 <= decay <= 1:
+            raise ConfigError(f"decay = {decay}: allowed is 0 to 1")
         self.decay = decay
         self._kept: dict[str, torch.Tensor] = {}
         self._pending: dict[str, torch.Tensor] = {}
@@ -41,7 +48,7 @@ class Residual:
             total = update.detach().to(torch.float32)
             feedback = self.decay > 0 and entry.role is Role.PARAMETER
             if feedback and entry.name in self._kept:
-                total = self._kept[entry.name] * self.decay + total
+                total = self._kept[entry.name].to(total.device) * self.decay + total
             sent = encode(total, entry.scheme, name=entry.name)
             if feedback:
                 pending[entry.name] = total - decode(sent, entry.scheme, entry.shape, device=total.device)
@@ -62,6 +69,19 @@ class Residual:
     def norm(self) -> float:
         """L2 norm over all parameters."""
         return float(sum(float(tensor.square().sum()) for tensor in self._kept.values()) ** 0.5)
+
+    def state_dict(self, round_: int) -> dict[str, Any]:
+        """What a checkpoint of a worker that is at a round holds of it."""
+        return {"round": round_, "residual": self.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, round_: int) -> None:
+        """Goes on with the residual in a checkpoint if it is of the round that the worker is at, else from zero."""
+        self.reset()
+        if state is None or state["round"] != round_:
+            saved = "no residual" if state is None else f"the residual of round {state['round']}"
+            log.info("the checkpoint has %s, and the worker is at round %d: it starts from zero", saved, round_)
+            return
+        self._kept = {name: tensor.clone() for name, tensor in state["residual"].items()}
 
     def state(self) -> dict[str, torch.Tensor]:
         """The residual by parameter name."""

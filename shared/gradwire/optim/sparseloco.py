@@ -1,8 +1,9 @@
 """SparseLoCo: local steps, then top-k of the pseudo-gradient with error feedback, then an outer step.
 
 Sarfi et al. 2025, "Communication Efficient LLM Pre-training with SparseLoCo"; DiLoCo (Douillard et al. 2023)
-without the compression. The outer weights are float32 on the host and the outer step runs there, multiply then
-subtract, so that its bits depend on no device: after every round all workers have the same weights to the bit.
+without the compression, from which the outer Nesterov momentum is. The outer weights are float32 on the host and the
+outer step runs there, one rounded operation after the other, so that its bits depend on no device: after every round
+all workers have the same weights to the bit.
 """
 
 from __future__ import annotations
@@ -15,21 +16,28 @@ from torch import nn
 
 from gradwire.codec import Scheme, TopK, decode
 from gradwire.device import to_host
-from gradwire.errors import NonFiniteGradient
-from gradwire.exchange import Aggregate, Contribution
+from gradwire.errors import ConfigError
+from gradwire.exchange import Aggregate
 from gradwire.manifest import Manifest, Role
 from gradwire.optim.accumulate import GradientMean, set_gradients
+from gradwire.optim.buffers import Buffers
+from gradwire.optim.distributed import require_no_closure
 from gradwire.optim.loss import LossMean
 from gradwire.optim.residual import Residual
+from gradwire.optim.share import hand_in, loss_scale, overflowed
 from gradwire.optim.tensors import tensors_of
 from gradwire.session import Session
+from gradwire.state import restore
+
+DEFAULT = TopK(k=64, chunk=4096, normalization="senders")
 
 
 class SparseLoCo:
     """Wraps a torch optimizer that takes local (inner) steps between rounds.
 
     `step` steps the inner optimizer; after the share's last batch it sends what the inner steps changed, and
-    continues from the outer weights. The inner optimizer's state stays with its worker.
+    continues from the outer weights. The inner optimizer's state stays with its worker. How many inner steps a round
+    has follows from the worker's share: a slow machine takes fewer, and counts for as much less.
 
     Args:
         inner: the inner optimizer, over the model's parameters.
@@ -37,13 +45,18 @@ class SparseLoCo:
         inner_steps: at most so many inner steps a round; a share of more batches accumulates gradients over several.
             None: one inner step per batch.
         model: where names and buffers come from; needed unless `inner` was made from named parameters.
-        scheme: how pseudo-gradients are encoded; default TopK(k=64, chunk=4096, normalization="senders").
+        scheme: how pseudo-gradients are encoded; default TopK(k=64, chunk=4096, normalization="senders"). With
+            clip="median" the aggregator clips every worker's tensors to the median of the workers' norms.
         outer_lr: step size of the outer step.
+        outer_momentum: of the outer step, Nesterov's, 0 to below 1; 0: none.
         residual_decay: of the error feedback; 0 turns it off.
         clip_norm: every inner step's gradient is clipped to this L2 norm; None: not at all.
 
-    Raises ManifestMismatch if the run's tensors, method or data are not these, ConfigError where names are missing.
+    Raises ManifestMismatch if the run's tensors, method or data are not these, ConfigError where names are missing, a
+    number is out of range, or the scheme has a transform (undoing it depends on the device).
     """
+
+    _step_supports_amp_scaling = True  # what torch.amp.GradScaler asks for
 
     def __init__(
         self,
@@ -52,23 +65,38 @@ class SparseLoCo:
         *,
         inner_steps: int | None = None,
         model: nn.Module | None = None,
-        scheme: Scheme | None = None,
+        scheme: Scheme = DEFAULT,
         outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
         residual_decay: float = 0.95,
         clip_norm: float | None = None,
     ) -> None:
+        if not 0 <= outer_momentum < 1:
+            raise ConfigError(f"outer_momentum = {outer_momentum}: allowed is 0 to below 1")
+        if isinstance(scheme, TopK) and scheme.transform is not None:
+            raise ConfigError(
+                f"SparseLoCo with transform = {scheme.transform!r}: undoing it depends on the device, and SparseLoCo "
+                "keeps the weights of all workers alike to the bit; leave the transform out, or use DeMo"
+            )
+        require_no_closure(inner)
         self.inner = inner
         self._session = session
         self._inner_steps = inner_steps
         self._tensors = tensors_of(inner, model)
-        self._manifest = self._tensors.manifest("sparseloco", scheme or TopK(normalization="senders"))
+        method = f"sparseloco:{outer_momentum!r}" if outer_momentum else "sparseloco"
+        self._manifest = self._tensors.manifest(method, scheme)
         self._outer_lr = outer_lr
+        self._outer_momentum = outer_momentum
         self._clip_norm = clip_norm
         self.residual = Residual(residual_decay)
         self._mean = GradientMean(self._tensors.trained)
         self._loss = LossMean()
-        self._outer: dict[str, torch.Tensor] = {}
-        self._take_outer()
+        self._overflowed = False
+        self._buffers = Buffers(self._tensors.averaged)
+        self._velocity: dict[str, torch.Tensor] = {}
+        self._outer = {
+            name: to_host(parameter).to(torch.float32).clone() for name, parameter in self._tensors.trained.items()
+        }
         session.join(self)
 
     @property
@@ -89,38 +117,46 @@ class SparseLoCo:
         self._loss.add(loss, batch.samples)
         accumulate = math.ceil(batch.batches / self._inner_steps) if self._inner_steps else 1
         first = batch.index - batch.index % accumulate
-        if accumulate > 1:
-            group_samples = min(batch.batch_size * accumulate, batch.share_samples - batch.batch_size * first)
-            self._mean.add(batch.samples / group_samples)
+        group_samples = min(batch.batch_size * accumulate, batch.share_samples - batch.batch_size * first)
+        weight = batch.samples / group_samples / loss_scale(self)
+        self._overflowed |= overflowed(self)
+        if accumulate > 1 or weight != 1:
+            self._mean.add(weight)
         if batch.last or batch.index - first == accumulate - 1:
-            if accumulate > 1:
+            if accumulate > 1 or weight != 1:
                 set_gradients(self._tensors.trained, self._mean.take())
-            if self._clip_norm is not None:
-                nn.utils.clip_grad_norm_(self._tensors.trained.values(), self._clip_norm)
-            self.inner.step()
+            self._inner_step()
         if batch.last:
             self._exchange()
 
+    def _inner_step(self) -> None:
+        skip, self._overflowed = self._overflowed, False
+        if skip:  # as torch.amp.GradScaler does: the scale was too large
+            return
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._tensors.trained.values(), self._clip_norm)
+        self.inner.step()
+
     def _exchange(self) -> None:
-        loss = self._loss.take()
+        self._tensors.groups(self.inner)
         updates: dict[str, torch.Tensor | None] = dict(self._tensors.averaged)
         with torch.no_grad():
             for name, parameter in self._tensors.trained.items():
-                updates[name] = self._outer[name].to(parameter.device) - parameter.to(torch.float32)
-        try:
-            with self._session.phase("encode"):
-                encoded = self.residual.compress(self._manifest, updates)
-        except NonFiniteGradient as error:
+                # From where the inner steps began: in bf16 that is not quite the outer weight.
+                began = self._outer[name].to(parameter.dtype).to(parameter.device)
+                updates[name] = began.to(torch.float32) - parameter.to(torch.float32)
+        if not hand_in(self._session, self.residual, self._manifest, updates, self._loss.take(), [self._outer_lr]):
             # Moments that went NaN with the weights would spoil every round to come.
             self.inner.state.clear()
-            self._session.abstain(str(error))
-            return
-        self._session.exchange(Contribution(encoded, loss, [self._outer_lr]))
 
-    def _take_outer(self) -> None:
-        # Keyed by name; parameters and buffers can't share one, as both are attributes of the same modules.
-        held = {**self._tensors.trained, **self._tensors.averaged}
-        self._outer = {name: to_host(tensor).to(torch.float32).clone() for name, tensor in held.items()}
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, which a plain one can load, with the residual under "gradwire"."""
+        return {**self.inner.state_dict(), "gradwire": self.residual.state_dict(self._session.round)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what is this worker's own: the inner optimizer's state, and the residual if it is of its round."""
+        self.inner.load_state_dict(state_dict)
+        self.residual.load_state_dict(state_dict.get("gradwire"), self._session.round)
 
     # What the session asks of a replica.
 
@@ -136,28 +172,46 @@ class SparseLoCo:
         """Takes the outer step on a round's mean pseudo-gradient and continues from the outer weights."""
         self.residual.settle(counted=aggregate.counted)
         rate = aggregate.learning_rates[0] if aggregate.learning_rates else self._outer_lr
+        buffers: dict[str, torch.Tensor] = {}
         for entry, encoded in zip(self._manifest, aggregate.tensors, strict=True):
             if encoded is None:
                 continue
             mean = decode(encoded, entry.scheme, entry.shape)
-            if entry.role is Role.PARAMETER:
-                self._outer[entry.name].sub_(mean.mul_(rate))
+            if entry.role is Role.BUFFER:
+                buffers[entry.name] = mean
             else:
-                self._outer[entry.name] = mean
+                self._outer[entry.name].sub_(self._with_momentum(entry.name, mean).mul_(rate))
+        self._continue_from_outer()
+        self._buffers.apply(buffers)
+
+    def _with_momentum(self, name: str, mean: torch.Tensor) -> torch.Tensor:
+        """Nesterov's: torch.optim.SGD's, in steps that can't be fused."""
+        if not self._outer_momentum:
+            return mean
+        velocity = self._velocity.setdefault(name, torch.zeros_like(mean))
+        velocity.mul_(self._outer_momentum).add_(mean)
+        return mean.add_(velocity * self._outer_momentum)
+
+    def _continue_from_outer(self) -> None:
         with torch.no_grad():
-            for name, tensor in (*self._tensors.trained.items(), *self._tensors.averaged.items()):
-                tensor.copy_(self._outer[name])
+            for name, parameter in self._tensors.trained.items():
+                parameter.copy_(self._outer[name].to(parameter.dtype))
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Outer weights in float32, and buffers; the inner optimizer's state is this worker's own."""
-        outer = {f"weight/{name}": self._outer[name] for name in self._tensors.trained}
-        return {**self._tensors.snapshot(), **outer}
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Outer weights and momentum in float32, and buffers; the inner optimizer's state is this worker's own."""
+        outer = {f"weight/{name}": tensor for name, tensor in self._outer.items()}
+        momentum = {f"momentum/{name}": tensor for name, tensor in self._velocity.items()}
+        return {**self._tensors.snapshot(), **outer, **momentum}
 
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes over another replica's outer weights and buffers; the inner optimizer starts afresh."""
+    def load_snapshot(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes over another replica's outer weights, momentum and buffers; the inner optimizer starts afresh."""
         self._tensors.restore(state)
-        self._take_outer()
-        for name in self._tensors.trained:
-            self._outer[name] = state[f"weight/{name}"].to(torch.float32)
+        for name, outer in self._outer.items():
+            restore(outer, state, f"weight/{name}")
+        self._velocity = {
+            name: state[f"momentum/{name}"].to(torch.float32) for name in self._outer if f"momentum/{name}" in state
+        }
+        self._continue_from_outer()
+        self._buffers.keep()
         self.residual.reset()
         self.inner.state.clear()

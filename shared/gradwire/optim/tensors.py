@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +42,27 @@ class ModelTensors:
         parameters = (Entry(n, tuple(p.shape), scheme, Role.PARAMETER) for n, p in self.trained.items())
         buffers = (Entry(n, tuple(b.shape), Dense("fp32"), Role.BUFFER) for n, b in self.averaged.items())
         return Manifest(method, (*parameters, *buffers))
+
+    def groups(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+        """The optimizer's group of every trained parameter.
+
+        Raises ConfigError if it holds a parameter with a gradient that is not exchanged, since it was added, or
+        unfrozen, after the manifest was made: each worker would train it for itself.
+        """
+        names = {id(parameter): name for name, parameter in self.trained.items()}
+        groups: dict[str, dict[str, Any]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name is not None:
+                    groups[name] = group
+                elif parameter.requires_grad:
+                    raise ConfigError(
+                        f"group {number} of the optimizer has a parameter of shape {list(parameter.shape)} that is "
+                        "not exchanged: it was added, or unfrozen, after gradwire took the optimizer. What is trained "
+                        "can't change during a run; start another run with the new parameters"
+                    )
+        return groups
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """All of them, for a snapshot or a checkpoint."""
