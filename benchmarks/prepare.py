@@ -165,7 +165,7 @@ def _in_form(entries: list[Entry], tensors: list[Encoded], form: Form, name: Any
     for entry, each in zip(entries, tensors, strict=True):
         scheme = dataclasses.replace(gradients.SCHEME, indices=name or "auto")
         layout = layout_of(scheme, entry.shape)
-        counts = entry_counts(layout, each.counts, first=0, count=layout.chunks, aggregate=name is None)
+        counts = entry_counts(layout, each.counts, form=each.form, first=0, count=layout.chunks, aggregate=name is None)
         chosen = indices.unpack(each.form, each.indices, counts, layout.lengths())
         packed = indices.pack(form, chosen, counts, layout.lengths())
         changed_entries.append(dataclasses.replace(entry, scheme=scheme))

@@ -244,7 +244,7 @@ def through(address: str, loop: Loop, method: Method, worker: str) -> nn.Module:
     model = loop.model()
     with gradwire.connect(address, worker=worker, give_up_after_s=20) as session:
         optimizer = method.distributed(loop.groups(model), model, session, loop.optimizer)
-        return run(loop, model, optimizer, session.loader(Points(), batch_size=BATCH))
+        return run(loop, model, optimizer, session.loader(Points(), batch_size=loop.batch_size))
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -275,6 +275,41 @@ def test_two_workers_end_with_the_same_weights(loop: Loop, method: Method) -> No
         )
     for name, tensor in one.items():
         assert torch.equal(tensor, two[name]), name
+
+
+@pytest.mark.parametrize("method", [METHODS[0], METHODS[2]], ids=lambda method: method.name)
+def test_gradients_add_up_over_the_batches_of_a_share(method: Method) -> None:
+    """4 batches of 2 in a share of 8: quarters are exact, so the sums are those of micro-batches to the bit."""
+    expected = weights(alone(Loop("micro-batches", micro_batches=4), method))
+    with aggregator(run_config(rounds=ROUNDS, global_batch=BATCH, inner_batch=2)) as serving:
+        found = weights(through(serving.address, Loop("batches", batch_size=2), method, "a"))
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_a_bf16_and_a_float32_model_train_together() -> None:
+    """The mean is float32, and comes back in each parameter's own dtype."""
+    loops = {"a": Loop("float32"), "b": Loop("bf16", lambda: mlp().to(torch.bfloat16))}
+
+    def job(address: str, worker: str) -> dict[str, torch.Tensor]:
+        model = loops[worker].model()
+        with gradwire.connect(address, worker=worker, give_up_after_s=20) as session:
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = gradwire.SparseLoCo(sgd, session, model=model, scheme=EVERYTHING)
+            for inputs, targets in session.loader(Points(), batch_size=BATCH):
+                dtype = next(model.parameters()).dtype
+                optimizer.zero_grad()
+                loss = squared_error(model, (inputs.to(dtype), targets.to(dtype)))
+                loss.backward()
+                optimizer.step(loss)
+        return weights(model)
+
+    with aggregator(run_config(rounds=5, global_batch=2 * BATCH, inner_batch=BATCH, min_workers=2)) as serving:
+        wide, narrow = in_threads(lambda: job(serving.address, "a"), lambda: job(serving.address, "b"))
+    for name, tensor in wide.items():
+        assert (tensor.dtype, narrow[name].dtype) == (torch.float32, torch.bfloat16)
+        assert torch.equal(tensor.to(torch.bfloat16), narrow[name]), name
+        assert not torch.equal(tensor, mlp().state_dict()[name])
 
 
 OVERFLOWING = Loop("GradScaler that starts too high", scaler=True, scale=2.0**127, weight=64.0)

@@ -35,7 +35,7 @@ def test_an_empty_training_section_is_valid():
     config = parse_config({"training": {}}, source="run.toml")
     assert config.training is not None
     assert config.training.method == "sparseloco"
-    assert config.training.compression.scheme("senders").k == 64
+    assert config.training.top_k.k == 64
 
 
 def test_values_are_read_from_a_file(tmp_path):
@@ -99,7 +99,7 @@ def test_an_unknown_key_is_refused_with_the_ones_allowed(toml, words):
         ("[round]\ndeadline_s = nan", ["round.deadline_s = nan", "finite"]),
         ("[round]\ndeadline_s = inf", ["round.deadline_s = inf", "finite"]),
         ("[round]\nmin_workers = 0", ["round.min_workers = 0", "greater than or equal to 1"]),
-        ('[training]\nmethod = "magic"', ["training.method = 'magic'", "'sparseloco', 'dense' or 'topk'"]),
+        ('[training]\nmethod = "magic"', ["training.method = 'magic'", "'sparseloco', 'demo', 'dense' or 'topk'"]),
         ("[training.optimizer]\nbeta2 = 1.0", ["training.optimizer.beta2 = 1.0", "less than 1"]),
         ("[training.compression]\nchunk = 65536", ["training.compression.chunk = 65536", "32768"]),
         ("[training.model]\ndim = 100\nheads = 3", ["training.model", "dim = 100", "2 * heads = 6"]),
@@ -142,9 +142,35 @@ def test_times_that_just_fit_are_fine():
     RoundConfig(heartbeat_s=5.0, lease_s=15.0, give_up_after_s=15.0, gather_s=10.0, deadline_s=10.0)
 
 
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        (
+            "method = 'demo'\n[training.compression]\nlayout = 'flat'",
+            ["compression.layout = 'flat'", "'demo'", "'tiles'"],
+        ),
+        (
+            "method = 'dense'\n[training.compression]\nvalues = 'sign'",
+            ["compression.values = 'sign'", "'dense'", "'bf16'"],
+        ),
+    ],
+)
+def test_a_compression_that_the_method_lacks_is_refused(toml, words):
+    text = refusal(f"[training]\n{toml}")
+    assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize(("method", "decay"), [("demo", 0.999), ("sparseloco", 0.95), ("topk", 0.95)])
+def test_the_residual_decay_follows_the_method_unless_it_is_given(method, decay):
+    training = {"method": method}
+    assert parse_config({"training": training}, source="t").training.residual_decay == decay
+    training["compression"] = {"residual_decay": 0.5}
+    assert parse_config({"training": training}, source="t").training.residual_decay == 0.5
+
+
 def test_one_byte_indices_of_large_chunks_are_refused():
     text = refusal("[training.compression]\nindices = 'u8'\nchunk = 4096")
-    for word in ("training.compression", "indices = 'u8'", "at most 256", "4096"):
+    for word in ("[training] compression.indices = 'u8'", "at most 256", "4096"):
         assert word in text
     parse_config({"training": {"compression": {"indices": "u8", "chunk": 256}}}, source="run.toml")
 
@@ -235,7 +261,7 @@ def test_a_number_too_large_for_the_wire_is_refused_at_start(key, number):
 @given(CONFIGS)
 def test_the_scheme_of_a_valid_config_can_be_sent(data):
     config = parse_config({**data, "training": data.get("training", {})}, source="run.toml")
-    entry = Entry("w", (64, 64), config.training.compression.scheme("senders"))
+    entry = Entry("w", (64, 64), config.training.top_k)
     assert entry_from_message(entry_to_message(entry)) == entry
 
 

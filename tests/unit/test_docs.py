@@ -19,10 +19,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gradwire import codec, errors, manifest, retry
-from gradwire.codec import Dense, Encoded, Form, TopK
+from gradwire.codec import Dense, Encoded, Form, TopK, dct
 from gradwire.codec import indices as index_forms
 from gradwire.codec.scheme import MAX_CHUNK
-from gradwire.config import RunConfig, TrainingConfig, parse_config
+from gradwire.codec.values import pack_signs, unpack_signs
+from gradwire.config import CompressionConfig, RunConfig, TrainingConfig, parse_config
 from gradwire.errors import ConfigError
 from gradwire.manifest import Entry, Manifest, Role
 from gradwire.samples import SampleOrder
@@ -164,8 +165,9 @@ def test_the_token_travels_as_documented():
 def test_every_value_of_an_enum_is_documented(enum, module):
     names = {value.name for value in module.DESCRIPTOR.enum_types_by_name[enum].values if value.number}
     table = {code(row[0]) for row in rows(PROTOCOL)}
-    missing = names - table - ({"FORM_DENSE"} if "**Dense** (`FORM_DENSE`)" in PROTOCOL else set())
-    assert not missing
+    paragraphs = {"FORM_DENSE": "**Dense** (`FORM_DENSE`)", "FORM_SIGN": "**The sign of every weight** (`FORM_SIGN`)"}
+    in_the_text = {name for name, words in paragraphs.items() if words in PROTOCOL}
+    assert not names - table - in_the_text
 
 
 def test_the_enums_of_the_fingerprint_are_the_protos():
@@ -174,10 +176,14 @@ def test_the_enums_of_the_fingerprint_are_the_protos():
         (manifest._LAYOUTS, "ChunkLayout"),
         (manifest._INDICES, "IndexForm"),
         (manifest._NORMALIZATIONS, "Normalization"),
+        (manifest._TRANSFORMS, "Transform"),
+        (manifest._UPDATES, "Update"),
+        (manifest._CLIPS, "Clip"),
     ):
         values = tensors_pb2.DESCRIPTOR.enum_types_by_name[enum].values
         named = {re.sub(r"^[A-Z_0-9]*_(?=[A-Z0-9]+$)", "", value.name).lower(): value.number for value in values}
-        assert table == {word: number for word, number in named.items() if number}
+        words = {str(word).lower(): number for word, number in table.items()}  # None is NONE
+        assert words == {word: number for word, number in named.items() if number}
         assert f"`{enum}`" in PROTOCOL
 
 
@@ -265,6 +271,17 @@ def test_the_chunk_examples(example):
     assert [each for _, _, positions in documented for each in numbers_of(positions)] == in_order
 
 
+def test_the_transform_example():
+    example = one_example("transform")
+    tile, elements = shape_of(one(example, "tile")), floats_of(one(example, "elements"))
+    coefficients = floats_of(one(example, "coefficients"))
+    torch.testing.assert_close(dct.transform(elements, tile), coefficients, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(dct.invert(coefficients, tile), elements, rtol=1e-6, atol=1e-6)
+    scheme = TopK(k=9, chunk=9, transform="dct", values="fp32", dense_below=0)  # a tile at most 3 x 3: the whole
+    sent = np.frombuffer(codec.encode(elements.view(tile), scheme).values, "<f4")
+    np.testing.assert_allclose(sent, coefficients, rtol=1e-6, atol=1e-6)
+
+
 def test_the_selection_example():
     example = one_example("selection")
     scheme = scheme_of(one(example, "scheme") + " indices=u8 values=fp32")
@@ -277,6 +294,15 @@ def test_the_value_examples():
     example = one_example("values")
     for kind in ("bf16", "fp32"):
         assert codec.encode(floats_of(one(example, "numbers")), Dense(kind)).values == data_of(one(example, kind))
+
+
+def test_the_sign_example():
+    example = one_example("signs")
+    chunks = [floats_of(text) for text in all_of(example, "values")]
+    counts = np.array([len(chunk) for chunk in chunks])
+    signs, scales = pack_signs(torch.cat(chunks), counts, name="w")
+    assert (signs, scales) == (data_of(one(example, "signs")), data_of(one(example, "scales")))
+    assert unpack_signs(signs, scales, counts).tolist() == floats_of(one(example, "decoded")).tolist()
 
 
 @pytest.mark.parametrize("example", examples("indices"), ids=lambda example: one(example, "form"))
@@ -297,14 +323,28 @@ def test_the_dense_example():
     assert encoded == Encoded(Form.DENSE, data_of(one(example, "bytes")))
 
 
-@pytest.mark.parametrize("example", examples("aggregate"), ids=["contributors", "senders"])
-def test_the_aggregate_examples(example):
+def average_of(example: Fields) -> tuple[Encoded, TopK, tuple[int, ...]]:
+    """The aggregate of the contributions in an example, its scheme and its shape."""
     scheme, shape = scheme_of(one(example, "scheme")), shape_of(one(example, "shape"))
     pairs = zip(all_of(example, "contribution values"), all_of(example, "contribution indices"), strict=True)
     contributions = [Encoded(Form.U8, data_of(values), data_of(indices)) for values, indices in pairs]
     weights = floats_of(one(example, "weights")).tolist()
     mean = codec.average(contributions, weights, scheme=scheme, shape=shape)
     assert mean is not None
+    return mean, scheme, shape
+
+
+def test_the_update_example():
+    example = one_example("update")
+    mean, scheme, shape = average_of(example)
+    assert f"FORM_{mean.form.name}" == one(example, "form")
+    assert mean == Encoded(Form.SIGN, data_of(one(example, "values")), counts=data_of(one(example, "counts")))
+    assert codec.decode(mean, scheme, shape).flatten().tolist() == floats_of(one(example, "decoded")).tolist()
+
+
+@pytest.mark.parametrize("example", examples("aggregate"), ids=["contributors", "senders"])
+def test_the_aggregate_examples(example):
+    mean, scheme, shape = average_of(example)
     assert f"FORM_{mean.form.name}" == one(example, "form")
     assert mean.values == data_of(one(example, "values"))
     assert mean.counts == data_of(one(example, "counts"))
@@ -399,7 +439,7 @@ def test_every_section_has_its_heading():
 @pytest.mark.parametrize(("path", "name", "field"), KEYS, ids=[f"{path}.{name}" for path, name, _ in KEYS])
 def test_a_key_has_its_type_default_and_range(path, name, field):
     kind, default, allowed, _, meaning = table_of(path)[name]
-    annotation = next((a for a in typing.get_args(field.annotation) if a is int), field.annotation)
+    annotation = next((a for a in typing.get_args(field.annotation) if a in (int, float)), field.annotation)
     literals = typing.get_args(annotation)
     assert kind == {int: "integer", float: "number"}.get(annotation, "string")
     if field.default is None:
@@ -450,7 +490,9 @@ def complete_examples() -> list[RunConfig]:
 
 def test_the_examples_parse():
     workers, scripts = complete_examples()
-    assert workers == RunConfig(training=TrainingConfig())
+    # That default is the method's, so the example has its number.
+    compression = CompressionConfig(residual_decay=TrainingConfig().residual_decay)
+    assert workers == RunConfig(training=TrainingConfig(compression=compression))
     assert scripts.training is None
 
 

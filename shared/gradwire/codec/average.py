@@ -117,11 +117,12 @@ class _Sender:
 
         It does unless digits get lost, which they do where the product is subnormal.
         """
-        if self.kind != "bf16" or self.clip != 1.0 or not least:
+        if self.kind == "fp32" or self.clip != 1.0 or not least:
             return False
         with np.errstate(over="ignore"):
             limit = (np.float32(2.0**-126 / least).view(np.uint32) >> 16) + 1
-        magnitudes = np.frombuffer(self.encoded.values, dtype="<u2") & 0x7FFF
+        sizes = self.encoded.scales if self.kind == "sign" else self.encoded.values
+        magnitudes = np.frombuffer(sizes, dtype="<u2") & 0x7FFF
         return not ((magnitudes < limit) & (magnitudes > 0)).any()
 
 
@@ -228,19 +229,19 @@ class _Block:
         ordered.sort()
         begins = np.ones(ordered.size, dtype=np.bool_)
         np.not_equal(ordered[1:], ordered[:-1], out=begins[1:])
-        first = np.flatnonzero(begins)
-        union = ordered[first]
+        union = ordered[begins]
         at = torch.from_numpy(union.astype(np.int64))
         mean = self._sums.index_select(0, at)
         self._sums.index_fill_(0, at, -0.0)
         if self._weights is not None:
             mean.div_(self._weights.index_select(0, at))
             self._weights.index_fill_(0, at, 0.0)
-        senders = np.diff(first, append=ordered.size)
-        if self._totals is not None:
-            mean.div_(torch.from_numpy(self._totals[senders]))
-        if self._latest is not None:
-            mean = torch.where(torch.from_numpy(senders == 1), self._latest.index_select(0, at), mean)
+        if self._totals is not None or self._latest is not None:
+            senders = np.diff(np.flatnonzero(begins), append=ordered.size)
+            if self._totals is not None:
+                mean.div_(torch.from_numpy(self._totals[senders]))
+            if self._latest is not None:
+                mean = torch.where(torch.from_numpy(senders == 1), self._latest.index_select(0, at), mean)
         return union, mean
 
 

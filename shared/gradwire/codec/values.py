@@ -20,6 +20,7 @@ from gradwire.errors import MalformedTensor, NonFiniteGradient
 
 WIDTH: Final[dict[ValueKind, int]] = {"bf16": 2, "fp32": 4}  # bytes per value; signs have none
 SCALE_BYTES: Final = 2
+ONE: Final = 0x3F800000  # 1.0 as float32
 
 
 def pack(values: torch.Tensor, kind: WholeKind, *, name: str) -> bytes:
@@ -66,7 +67,9 @@ def pack_signs(values: torch.Tensor, counts: Ints, *, name: str) -> tuple[bytes,
 
 def unpack_signs(signs: bytes | memoryview, scales: bytes | memoryview, counts: Ints) -> torch.Tensor:
     """The inverse: the chunk's scale with each value's sign, a new 1-D float32 host tensor."""
-    return signs_of(signs, counts).mul_(unpack(scales, "bf16").repeat_interleave(torch.from_numpy(counts)))
+    magnitudes = np.frombuffer(scales, dtype="<u2").astype(np.uint32)
+    magnitudes <<= 16
+    return _signed(signs, magnitudes, counts)
 
 
 def sign_bits(values: torch.Tensor, counts: Ints) -> bytes:
@@ -77,14 +80,21 @@ def sign_bits(values: torch.Tensor, counts: Ints) -> bytes:
 
 def signs_of(data: bytes | memoryview, counts: Ints) -> torch.Tensor:
     """+1.0 and -1.0 as `sign_bits` wrote them: a new 1-D float32 host tensor."""
-    raw, taken, signs = np.frombuffer(data, dtype=np.uint8), 0, []
+    return _signed(data, np.full(len(counts), ONE, dtype=np.uint32), counts)
+
+
+def _signed(data: bytes | memoryview, magnitudes: npt.NDArray[np.uint32], counts: Ints) -> torch.Tensor:
+    """Each chunk's magnitude, float32 bits, with the signs in `data`."""
+    raw, taken, chunk, signed = np.frombuffer(data, dtype=np.uint8), 0, 0, [np.empty(0, np.uint32)]
     for count, chunks in _runs(counts):
         width = (count + 7) // 8
         window = raw[taken : taken + chunks * width].reshape(chunks, width)
-        bits = np.unpackbits(window, axis=1, count=count, bitorder="little").reshape(-1)
-        signs.append(1.0 - 2.0 * bits.astype(np.float32))
-        taken += chunks * width
-    return torch.from_numpy(np.concatenate(signs or [np.empty(0, np.float32)]))
+        bits = np.unpackbits(window, axis=1, count=count, bitorder="little").astype(np.uint32)
+        bits <<= 31
+        bits |= magnitudes[chunk : chunk + chunks, None]
+        signed.append(bits.reshape(-1))
+        taken, chunk = taken + chunks * width, chunk + chunks
+    return torch.from_numpy(np.concatenate(signed).view(np.float32))
 
 
 def read(data: bytes | memoryview, scales: bytes | memoryview, kind: ValueKind, counts: Ints) -> torch.Tensor:

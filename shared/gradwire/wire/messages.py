@@ -42,7 +42,7 @@ class Tally:
         for field in (piece.values, piece.scales, piece.counts, piece.indices):
             self.payload_bytes += len(field)
             self.crc32 = zlib.crc32(field, self.crc32)
-        self.wire_bytes += _payload(message)
+        self.wire_bytes += sum(map(len, (*message.values, message.scales, message.counts, message.indices)))
 
     def commit(self) -> pb.Commit:
         """The message that ends the stream."""
@@ -142,42 +142,30 @@ def _checked_absent(absent: Iterable[int], count: int) -> frozenset[int]:
     return frozenset(numbers)
 
 
-def _payload(message: pb.Part) -> int:
-    """Bytes of its fields, as they are."""
-    return sum(map(len, (*message.values, message.scales, message.counts, message.indices)))
-
-
 def _planes(entry: Entry, form: Form, *, aggregate: bool) -> int:
     """Byte planes of the values; signs are one."""
     return WIDTH.get(value_kind(entry.scheme, form, aggregate=aggregate), 1)
 
 
 def _to_message(tensor: int, piece: Piece, width: int, *, packed: bool) -> pb.Part:
-    plain = pb.Part(
+    packing, values = pb.PACKING_NONE, [piece.values]
+    scales, counts, indices = piece.scales, piece.counts, piece.indices
+    if packed:
+        frames = [_packed(plane) for plane in planes(piece.values, width)]
+        fields = _packed(piece.scales), _packed(piece.counts), _packed(piece.indices)
+        if sum(map(len, (*frames, *fields))) < piece.nbytes:
+            packing, values, (scales, counts, indices) = pb.PACKING_ZSTD, frames, fields
+    return pb.Part(
         tensor=tensor,
         form=pb.Form.ValueType(piece.form),
         first=piece.first,
         count=piece.count,
-        packing=pb.PACKING_NONE,
-        values=[piece.values],
-        scales=piece.scales,
-        counts=piece.counts,
-        indices=piece.indices,
+        packing=packing,
+        values=values,
+        scales=scales,
+        counts=counts,
+        indices=indices,
     )
-    if not packed:
-        return plain
-    small = pb.Part(
-        tensor=tensor,
-        form=plain.form,
-        first=piece.first,
-        count=piece.count,
-        packing=pb.PACKING_ZSTD,
-        values=[_packed(plane) for plane in planes(piece.values, width)],
-        scales=_packed(piece.scales),
-        counts=_packed(piece.counts),
-        indices=_packed(piece.indices),
-    )
-    return small if _payload(small) < _payload(plain) else plain
 
 
 def _packed(data: bytes) -> bytes:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from devices import KINDS, Kind
 from gradwire.codec import Dense, TopK, decode
-from gradwire.errors import NonFiniteGradient
+from gradwire.errors import ConfigError, NonFiniteGradient
 from gradwire.manifest import Entry, Manifest, Role
 from gradwire.optim.residual import Residual
 
@@ -104,3 +107,28 @@ def test_buffers_are_sent_as_they_are_without_feedback() -> None:
     assert sent is not None
     assert sent.values == value.numpy().tobytes()
     assert residual.state() == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("values", ["bf16", "fp32", "sign"])
+def test_the_residual_is_the_cpus_on_every_kind(values: Any, kind: Kind) -> None:
+    scheme = TopK(k=5, chunk=64, values=values, dense_below=0)
+    entries = Manifest("test", (Entry("w", (24, 16), scheme),))
+    here, there = Residual(0.9), Residual(0.9)
+    generator = torch.Generator().manual_seed(3)
+    for number in range(4):
+        update = torch.randn(24, 16, generator=generator)
+        expected = here.compress(entries, {"w": update})
+        here.settle(counted=number != 2)
+        moved = update.to(kind.device)
+        with kind.running():
+            sent = there.compress(entries, {"w": moved})
+            there.settle(counted=number != 2)
+        assert sent == expected
+    assert torch.equal(there.state()["w"].cpu(), here.state()["w"])
+
+
+def test_a_decay_out_of_range_is_refused() -> None:
+    for decay in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ConfigError, match=r"decay = .*: allowed is 0 to 1"):
+            Residual(decay)
