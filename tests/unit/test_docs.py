@@ -519,7 +519,7 @@ def test_what_is_said_to_be_refused_is(words, example):
 def test_every_contradiction_has_an_example():
     checks = sum(len(model.__pydantic_decorators__.model_validators) for _, model in SECTIONS)
     assert checks == 6  # batch, round (3 rules), server, model, compression (3 rules), run
-    assert len(REFUSED) == 10
+    assert len(REFUSED) == 12
 
 
 # --- both

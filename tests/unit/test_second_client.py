@@ -605,6 +605,25 @@ def test_a_tensor_has_the_same_bytes(scheme, shape):
         assert bits(here) == bits(there) or (scheme, shape) in TRANSFORMED
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "scale"),
+    [
+        # Each 1 is lost in the sum with the large number, if that comes first; else it takes the mean to the next bf16.
+        (2.0**24 + 2.0**16 - 2.0**10, 1.0, "0044"),
+        (1.0, 2.0**24 + 2.0**16 - 2.0**10, "0144"),
+        (2.0**-140, -(2.0**-140), "0000"),
+    ],
+)
+def test_a_scale_is_a_sum_in_float32_in_the_order_of_the_indices(first, last, scale):
+    scheme = TopK(k=32768, chunk=32768, layout="flat", values="sign", dense_below=0)
+    tensor = torch.ones(32768) if abs(first) >= 1 else torch.zeros(32768)
+    tensor[0], tensor[-1] = first, last
+    theirs, entry = codec.encode(tensor, scheme), entry_to_message(Entry("w", (32768,), scheme))
+    assert theirs.scales.hex() == scale
+    assert same(encode(tensor.numpy(), entry), theirs)
+    assert bits(decode(as_bytes(theirs), entry)) == bits(codec.decode(theirs, scheme, (32768,)).numpy())
+
+
 @pytest.mark.parametrize(("scheme", "shape"), TRANSFORMED, ids=str)
 def test_the_transform_is_the_same_within_float32_and_the_choice_but_for_ties(scheme, shape):
     entry = entry_to_message(Entry("w", shape, scheme))

@@ -70,7 +70,9 @@ def average(
     if not sparse or not isinstance(scheme, TopK):
         return _average_dense(senders, by_senders, kind, name)
     layout = layout_of(scheme, shape)
-    means = _means(senders, by_senders, layout)
+    # A lone sender's value may go through its share and back only where the result is rounded.
+    keep_lone = by_senders and (scheme.update == "sign" or not all(each.comes_back(min(shares)) for each in senders))
+    means = _means(senders, by_senders, keep_lone, layout)
     return _signs(means, layout, name) if scheme.update == "sign" else _union(means, layout, kind, name)
 
 
@@ -159,11 +161,10 @@ class _Means(NamedTuple):
     mean: torch.Tensor  # float32
 
 
-def _means(senders: list[_Sender], by_senders: bool, layout: Layout) -> Iterator[_Means]:
+def _means(senders: list[_Sender], by_senders: bool, keep_lone: bool, layout: Layout) -> Iterator[_Means]:
     lengths, kept = layout.lengths(), layout.kept_counts()
     readers = [indices.blocks(each.encoded.form, each.encoded.indices, kept, lengths) for each in senders]
     shares = [each.share for each in senders]
-    keep_lone = by_senders and not all(each.comes_back(min(shares)) for each in senders)
     block = _Block(min(layout.numel, max(indices.BLOCK, layout.length)), shares, by_senders, keep_lone)
     sent = zip(*(each.blocks() for each in senders), strict=True)
     # The readers come first in the zip, so that each is run to its end, where it checks for left-over bytes.

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import struct
 
 import numpy as np
 import pytest
@@ -374,6 +375,22 @@ def test_contributions_that_cancel_leave_no_update():
     mean = codec.average([one, other], [1, 1], scheme=scheme, shape=(2, 4))
     assert mean == codec.Encoded(Form.SIGN, bytes([0b1100]), counts=bytes([0, 0, 4, 0]))
     assert codec.decode(mean, scheme, (2, 4)).tolist() == [[0, 0, 1, 1], [0, 0, -1, -1]]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "sign"])
+def test_lone_senders_values_are_themselves_before_signs_are_taken(kind):
+    # One weight of the pair is the difference of the two coefficients. That is 0, so +, unless a product with a share
+    # and a quotient by it have left one of them below the other.
+    scheme = codec.TopK(
+        k=1, chunk=4, transform="dct", update="sign", values=kind, dense_below=0, normalization="senders"
+    )
+    for number in (1.0, 1.5, 1.9921875):
+        data = struct.pack("<f", number)[2:]
+        fields = {"values": data} if kind == "bf16" else {"values": b"\x00", "scales": data}
+        pair = [codec.Encoded(Form.U8, indices=bytes([index]), **fields) for index in range(2)]
+        for weights in itertools.product(range(1, 12), repeat=2):
+            mean = codec.average(pair, weights, scheme=scheme, shape=(2,))
+            assert codec.decode(mean, scheme, (2,)).tolist() == [1.0, 1.0], (number, weights)
 
 
 def test_overflowing_update_is_refused_by_name():

@@ -680,17 +680,19 @@ def test_a_bomb_in_any_field_is_refused_without_being_unpacked(field, aggregate)
     ],
 )
 def test_a_bomb_among_signs_is_refused_without_being_unpacked(number, field, aggregate):
-    others, name = [n for n in range(7) if n != number], MANIFEST.entries[number].name
+    others = [n for n in range(7) if n != number]
     deflate = zstandard.ZstdCompressor().compress
     (part,) = (part for part in sent(mean() if aggregate else contribution(), packed=False)[0] if part.tensor == number)
     width = width_of(part)
-    fields = {name: deflate(getattr(part, name)) for name in ("scales", "counts", "indices") if getattr(part, name)}
+    rest = {name: getattr(part, name) for name in ("scales", "counts", "indices")}
+    fields = {name: deflate(value) for name, value in rest.items() if value}
     fields |= {"packing": pb.PACKING_ZSTD, "values": [deflate(part.values[0][plane::width]) for plane in range(width)]}
     PartReader(MANIFEST, absent=others, aggregate=aggregate).add(changed([part], 0, **fields)[0])
     fields |= {"values": [BOMB, *fields["values"][1:]]} if field == "plane" else {field: BOMB}
     (bomb,) = changed([part], 0, **fields)
     text = refusal([bomb], absent=others, aggregate=aggregate)
-    assert text.startswith(f"{name}: a packed field claims 67108864 bytes where at most ")
+    tensor = MANIFEST.entries[number].name
+    assert text.startswith(f"{tensor}: a packed field claims 67108864 bytes where at most ")
     assert peak_of(lambda: refusal([bomb], absent=others, aggregate=aggregate)) < 1 << 20
 
 
