@@ -287,6 +287,49 @@ def test_gradients_add_up_over_the_batches_of_a_share(method: Method) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_loop_that_is_left_halfway_and_entered_again_trains_its_share_from_the_start(method: Method) -> None:
+    loop = Loop("batches", batch_size=2, optimizer=torch.optim.SGD)
+    results = []
+    for left in (False, True):
+        with aggregator(run_config(rounds=3, global_batch=BATCH, inner_batch=2)) as serving:
+            model = loop.model()
+            with gradwire.connect(serving.address, worker="a", give_up_after_s=20) as session:
+                optimizer = method.distributed(loop.groups(model), model, session, loop.optimizer)
+                for batch in session.loader(Points(), batch_size=2) if left else ():
+                    optimizer.zero_grad()
+                    squared_error(model, batch).backward()
+                    optimizer.step()
+                    if (session.round, session.batch.index) == (1, 2):
+                        break
+                results.append(weights(run(loop, model, optimizer, session.loader(Points(), batch_size=2))))
+    for name, tensor in results[0].items():
+        assert torch.equal(results[1][name], tensor), name
+
+
+@pytest.mark.parametrize("make", [gradwire.DistributedOptimizer, gradwire.SparseLoCo])
+def test_a_parameter_that_is_no_float_is_refused_by_name(make: Any) -> None:
+    model = nn.Module()
+    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with (
+        aggregator(run_config(rounds=1, global_batch=BATCH)) as serving,
+        gradwire.connect(serving.address, worker="a", give_up_after_s=20) as session,
+        pytest.raises(ConfigError, match=r"phase is torch\.complex64"),
+    ):
+        make(torch.optim.SGD(model.parameters(), lr=0.1), session, model=model)
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_one() -> None:
+    with aggregator(run_config(rounds=3, global_batch=BATCH)) as serving:
+        model, rate = mlp(), torch.tensor(0.05)
+        with gradwire.connect(serving.address, worker="a", give_up_after_s=20) as session:
+            adamw = torch.optim.AdamW(model.parameters(), lr=rate, capturable=False, foreach=False)
+            optimizer = gradwire.DistributedOptimizer(adamw, session, model=model, scheme=gradwire.Dense("fp32"))
+            run(Loop("plain"), model, optimizer, session.loader(Points(), batch_size=BATCH))
+    assert adamw.param_groups[0]["lr"] is rate
+    assert float(rate) == pytest.approx(0.05)
+
+
 def test_a_bf16_and_a_float32_model_train_together() -> None:
     """The mean is float32, and comes back in each parameter's own dtype."""
     loops = {"a": Loop("float32"), "b": Loop("bf16", lambda: mlp().to(torch.bfloat16))}

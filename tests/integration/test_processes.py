@@ -192,3 +192,11 @@ def test_status_shows_the_run_and_says_so_when_there_is_none(tmp_path: Path) -> 
     with process("-m", "gradwire", "status", address) as status:
         assert status.wait() == 1
     assert f"gradwire: no aggregator answers at {address}" in status.text
+
+
+@pytest.mark.parametrize("method", ["demo", "dense", "topk"])
+def test_the_demo_trains_by_every_method(tmp_path: Path, method: str) -> None:
+    with process("-m", "gradwire", "demo", "--folder", str(tmp_path), "--method", method, "--rounds", "4") as demo:
+        assert demo.wait(60) == 0
+    before, after = re.search(r"held-out loss: (\S+) before, (\S+) after", demo.text).groups()  # type: ignore[union-attr]
+    assert float(after) < float(before)

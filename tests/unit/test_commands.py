@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gradwire.config import RunConfig
+from gradwire import demo
+from gradwire.config import RunConfig, read_config
 from gradwire.errors import ConfigError, GradwireError
 from gradwire.state import write_checkpoint
 from gradwire_aggregator.command import _with_addresses
@@ -47,3 +48,17 @@ def test_a_checkpoint_that_is_not_a_workers_is_refused(tmp_path: Path, model: st
     write_checkpoint(path, {}, {} if model is None else {"model": model})
     with pytest.raises(GradwireError, match=r"other\.safetensors"):
         generate(path)
+
+
+@pytest.mark.parametrize("method", demo.RECIPES)
+def test_the_demo_writes_a_config_for_every_method(tmp_path: Path, method: str) -> None:
+    config = read_config(demo.write_config(tmp_path, method=method, workers=3))
+    assert config.training is not None
+    assert config.training.method == method
+    # 200 inner steps of 16 sequences for each worker.
+    assert config.rounds * config.batch.global_batch == 200 * 16 * 3
+
+
+def test_the_demo_refuses_a_method_that_it_does_not_know(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--method magic: allowed are sparseloco, demo, dense, topk"):
+        demo.write_config(tmp_path, method="magic", workers=2)

@@ -16,10 +16,9 @@ from gradwire.codec import TopK, decode
 from gradwire.errors import ConfigError
 from gradwire.exchange import Aggregate
 from gradwire.manifest import Manifest, Role
-from gradwire.optim.accumulate import GradientMean
 from gradwire.optim.buffers import Buffers
 from gradwire.optim.residual import Residual
-from gradwire.optim.share import ShareMean, hand_in
+from gradwire.optim.share import Exchange, ShareMean, set_learning_rates
 from gradwire.optim.tensors import tensors_of
 from gradwire.session import Session
 
@@ -73,8 +72,9 @@ class DeMo(torch.optim.Optimizer):
         self._tensors = tensors_of(self, model)
         self._manifest = self._tensors.manifest("demo", dataclasses.replace(scheme, update=update))
         self._buffers = Buffers(self._tensors.averaged)
-        self._share = ShareMean(session, GradientMean(self._tensors.trained))
+        self._share = ShareMean(session, self._tensors.trained)
         self.residual = Residual(decay)
+        self._exchange = Exchange(session, self._tensors, self._manifest, self.residual)
         session.join(self)
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:  # type: ignore[override]
@@ -88,14 +88,7 @@ class DeMo(torch.optim.Optimizer):
         gradients, mean_loss = trained
         groups = self._tensors.groups(self)
         updates = {name: gradient.mul_(groups[name]["lr"]) for name, gradient in gradients.items()}
-        hand_in(
-            self._session,
-            self.residual,
-            self._manifest,
-            {**updates, **self._tensors.averaged},
-            mean_loss,
-            [float(group["lr"]) for group in self.param_groups],
-        )
+        self._exchange.hand_in(updates, mean_loss, [float(group["lr"]) for group in self.param_groups])
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.Optimizer's, with the momentum under "gradwire"."""
@@ -120,8 +113,7 @@ class DeMo(torch.optim.Optimizer):
     def apply(self, aggregate: Aggregate) -> None:
         """Moves every weight by the sign of a round's mean, with the learning rates of that round."""
         self.residual.settle(counted=aggregate.counted)
-        for group, rate in zip(self.param_groups, aggregate.learning_rates, strict=False):
-            group["lr"] = rate
+        set_learning_rates(self.param_groups, aggregate.learning_rates)
         groups = self._tensors.groups(self)
         buffers: dict[str, torch.Tensor] = {}
         for entry, encoded in zip(self._manifest, aggregate.tensors, strict=True):

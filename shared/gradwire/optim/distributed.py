@@ -14,10 +14,10 @@ from gradwire.codec import Dense, Scheme, TopK, decode
 from gradwire.errors import ConfigError, ManifestMismatch
 from gradwire.exchange import Aggregate
 from gradwire.manifest import Manifest, Role
-from gradwire.optim.accumulate import GradientMean, set_gradients
+from gradwire.optim.accumulate import set_gradients
 from gradwire.optim.buffers import Buffers
 from gradwire.optim.residual import Residual
-from gradwire.optim.share import ShareMean, hand_in
+from gradwire.optim.share import Exchange, ShareMean, set_learning_rates
 from gradwire.optim.tensors import tensors_of
 from gradwire.session import Session
 
@@ -62,7 +62,8 @@ class DistributedOptimizer:
         self._manifest = self._tensors.manifest(f"gradients:{type(optimizer).__name__}", scheme)
         self._clip_norm = clip_norm
         self.residual = Residual(residual_decay if isinstance(scheme, TopK) else 0.0)
-        self._share = ShareMean(session, GradientMean(self._tensors.trained))
+        self._share = ShareMean(session, self._tensors.trained)
+        self._exchange = Exchange(session, self._tensors, self._manifest, self.residual)
         self._buffers = Buffers(self._tensors.averaged)
         session.join(self)
 
@@ -85,14 +86,7 @@ class DistributedOptimizer:
             return
         self._tensors.groups(self.optimizer)
         gradients, mean_loss = trained
-        hand_in(
-            self._session,
-            self.residual,
-            self._manifest,
-            {**gradients, **self._tensors.averaged},
-            mean_loss,
-            [float(group["lr"]) for group in self.param_groups],
-        )
+        self._exchange.hand_in(gradients, mean_loss, [float(group["lr"]) for group in self.param_groups])
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, which a plain one can load, with the residual under "gradwire"."""
@@ -129,8 +123,7 @@ class DistributedOptimizer:
             set_gradients(self._tensors.trained, gradients)
             if self._clip_norm is not None:
                 nn.utils.clip_grad_norm_(self._tensors.trained.values(), self._clip_norm)
-            for group, rate in zip(self.optimizer.param_groups, aggregate.learning_rates, strict=False):
-                group["lr"] = rate
+            set_learning_rates(self.param_groups, aggregate.learning_rates)
             if isinstance(self.optimizer, torch.optim.SparseAdam):  # it takes no others
                 _make_gradients_sparse(self._tensors.trained.values())
             self.optimizer.step()

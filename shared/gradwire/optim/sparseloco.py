@@ -24,7 +24,7 @@ from gradwire.optim.buffers import Buffers
 from gradwire.optim.distributed import require_no_closure
 from gradwire.optim.loss import LossMean
 from gradwire.optim.residual import Residual
-from gradwire.optim.share import hand_in, loss_scale, overflowed
+from gradwire.optim.share import Exchange, loss_scale, overflowed
 from gradwire.optim.tensors import tensors_of
 from gradwire.session import Session
 from gradwire.state import restore
@@ -89,6 +89,7 @@ class SparseLoCo:
         self._outer_momentum = outer_momentum
         self._clip_norm = clip_norm
         self.residual = Residual(residual_decay)
+        self._exchange = Exchange(session, self._tensors, self._manifest, self.residual)
         self._mean = GradientMean(self._tensors.trained)
         self._loss = LossMean()
         self._overflowed = False
@@ -114,6 +115,10 @@ class SparseLoCo:
         loss: the batch's mean loss, for the run's records. Raises GradwireError outside the loader.
         """
         batch = self._session.take_batch()
+        if batch.index == 0:  # what a loop that was left halfway has added counts for nothing
+            self._mean.take()
+            self._loss.take()
+            self._overflowed = False
         self._loss.add(loss, batch.samples)
         accumulate = math.ceil(batch.batches / self._inner_steps) if self._inner_steps else 1
         first = batch.index - batch.index % accumulate
@@ -127,7 +132,7 @@ class SparseLoCo:
                 set_gradients(self._tensors.trained, self._mean.take())
             self._inner_step()
         if batch.last:
-            self._exchange()
+            self._hand_in()
 
     def _inner_step(self) -> None:
         skip, self._overflowed = self._overflowed, False
@@ -137,15 +142,15 @@ class SparseLoCo:
             nn.utils.clip_grad_norm_(self._tensors.trained.values(), self._clip_norm)
         self.inner.step()
 
-    def _exchange(self) -> None:
+    def _hand_in(self) -> None:
         self._tensors.groups(self.inner)
-        updates: dict[str, torch.Tensor | None] = dict(self._tensors.averaged)
+        updates: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for name, parameter in self._tensors.trained.items():
                 # From where the inner steps began: in bf16 that is not quite the outer weight.
                 began = self._outer[name].to(parameter.dtype).to(parameter.device)
                 updates[name] = began.to(torch.float32) - parameter.to(torch.float32)
-        if not hand_in(self._session, self.residual, self._manifest, updates, self._loss.take(), [self._outer_lr]):
+        if not self._exchange.hand_in(updates, self._loss.take(), [self._outer_lr]):
             # Moments that went NaN with the weights would spoil every round to come.
             self.inner.state.clear()
 

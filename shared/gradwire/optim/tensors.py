@@ -94,6 +94,9 @@ def tensors_of(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> Mod
             trained[strip(name)] = parameter
         else:
             frozen[strip(name)] = parameter
+    for name, parameter in trained.items():
+        if not parameter.is_floating_point():
+            raise ConfigError(f"{name} is {parameter.dtype}: only float parameters can be trained with others")
     if not trained:
         raise ConfigError("the optimizer trains no parameter of the model: nothing would be exchanged")
     stray = optimized - {id(parameter) for _, parameter in named}
