@@ -61,8 +61,16 @@ FACTORIES: Final = frozenset(
 CONTIGUOUS_ONLY: Final = frozenset({"sort", "argsort", "topk", "isfinite", "isnan", "isinf", "gather"})
 
 
-class RefusedByMps(RuntimeError):
+class RefusedByMps(Exception):
     """Says which op, and why MPS would not do it, or not rightly."""
+
+
+class DtypeRefused(RefusedByMps, TypeError):
+    """As MPS says of a dtype that it lacks."""
+
+
+class OpRefused(RefusedByMps, RuntimeError):
+    """Everything else."""
 
 
 class LikeMps(AbstractContextManager[None]):
@@ -151,7 +159,7 @@ class _Ops(TorchDispatchMode):
         name = func.overloadpacket.__name__
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         on_host = [self._host.holds(each) for each in tensors]
-        if (tensors and all(on_host)) or name == "lift_fresh":  # by which numbers come from Python and numpy
+        if (tensors and all(on_host)) or name == "lift_fresh":  # by which numbers come from Python
             result = func(*args, **kwargs)
             self._host.take(result)
             return result
@@ -202,15 +210,15 @@ class _Calls(TorchFunctionMode):
         return result
 
 
-def _refuse(name: str, reasons: Iterator[str]) -> None:
+def _refuse(name: str, reasons: Iterator[str], kind: type[RefusedByMps] = OpRefused) -> None:
     reason = next(reasons, None)
     if reason is not None:
-        raise RefusedByMps(f"{name}: {reason}")
+        raise kind(f"{name}: {reason}")
 
 
 def _check_dtypes(name: str, values: Any, lacking: Mapping[torch.dtype, str]) -> None:
     found = {each.dtype for each in tree_leaves(values) if isinstance(each, torch.Tensor)}
-    _refuse(name, (f"{dtype}: {reason}" for dtype, reason in lacking.items() if dtype in found))
+    _refuse(name, (f"{dtype}: {reason}" for dtype, reason in lacking.items() if dtype in found), DtypeRefused)
 
 
 def _op_reasons(namespace: str, name: str, given: Mapping[str, Any]) -> Iterator[str]:

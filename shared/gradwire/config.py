@@ -130,7 +130,7 @@ class CompressionConfig(_Section):
     dense_below: int = Field(4096, ge=0, le=1 << 53)  # elements
     residual_decay: float | None = Field(None, ge=0, le=1)  # error feedback; 0: none; default: by the method
     update: Literal["sign", "coefficients"] = "sign"  # what comes back, method "demo"
-    clip: Literal["none", "median"] = "none"  # of the workers' norms, method "sparseloco"
+    clip: Literal["none", "median"] = "none"  # of the workers' norms; not method "dense"
 
 
 class TrainingConfig(_Section):
@@ -178,7 +178,9 @@ class TrainingConfig(_Section):
     @model_validator(mode="after")
     def _makes_a_scheme(self) -> Self:
         try:
-            _ = self.top_k, self.method == "dense" and self.dense
+            _ = self.top_k
+            if self.method == "dense":
+                _ = self.dense
         except ConfigError as error:
             raise ValueError(str(error).replace("TopK.", "compression.")) from error
         return self

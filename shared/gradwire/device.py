@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +69,7 @@ def _bf16_is_right(device: torch.device) -> bool:
         half = x.to(torch.bfloat16)
         pairs = (half @ half, x @ x), (F.scaled_dot_product_attention(half, half, half, is_causal=True), attention)
         return all(float((a.to(torch.float32) - b).abs().max()) < 0.05 * float(b.abs().max()) for a, b in pairs)
-    except RuntimeError:
+    except (RuntimeError, TypeError):  # MPS refuses a dtype with the latter
         return False
 
 
@@ -106,17 +108,32 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Matrix products of float32 tensors are float32 in here, whatever autocast or TF32 says outside."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [each.fp32_precision for each in backends]
-    try:
-        for each in backends:
-            each.fp32_precision = "ieee"
-        with torch.autocast(device.type, enabled=False):
+    """Matrix products of float32 tensors are float32 in here, whatever autocast or TF32 says outside.
+
+    The settings of PyTorch are the process's: while one thread is in here, others that would have to change them wait.
+    """
+    with torch.autocast(device.type, enabled=False), _precision:
+        lowered = [each for each in _products() if each.fp32_precision not in ("none", "ieee")]
+        before = [each.fp32_precision for each in lowered]
+        try:
+            for each in lowered:
+                each.fp32_precision = "ieee"
             yield
-    finally:
-        for each, precision in zip(backends, before, strict=True):
-            each.fp32_precision = precision
+        finally:
+            for each, precision in zip(lowered, before, strict=True):
+                # What was inherited is inherited again, and not pinned.
+                each.fp32_precision = "none" if precision == _backends().fp32_precision else precision
+
+
+_precision = threading.RLock()
+
+
+def _products() -> tuple[Any, ...]:
+    return _backends().cuda.matmul, _backends().mkldnn.matmul
+
+
+def _backends() -> Any:
+    return torch.backends  # whose settings type checkers don't know
 
 
 def synchronize(device: torch.device) -> None:

@@ -77,7 +77,7 @@ class Replica(Protocol):
         """Turns weights r into weights r + 1. The same code serves rounds that are replayed."""
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """Weights, buffers and the optimizer state that is the same on all workers: copies on the host."""
+        """Weights, buffers and the optimizer state that is the same on all workers; may share memory with them."""
 
     def load_snapshot(self, state: dict[str, torch.Tensor]) -> None:
         """Takes over the state of another replica; this worker's residual starts from zero.

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import gradwire
-from fleet import Points, digest, in_threads, mlp, run_config, squared_error, train
+from fleet import SEED, Points, digest, in_threads, mlp, run_config, squared_error, train
 from gradwire.errors import ConfigError
+from gradwire.samples import SampleOrder
 from support import aggregator
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -115,7 +116,7 @@ def test_one_worker_whose_tensors_travel_whole_is_sign_descent() -> None:
     with aggregator(run_config(rounds=20, global_batch=8)) as serving:
         model = train(serving.address, "a", demo)
     alone, data = mlp(), Points()
-    order = gradwire_order(20 * 8)
+    order = SampleOrder(SEED, len(data)).indices(0, 20 * 8).tolist()
     for number in range(20):
         batch = [torch.stack(each) for each in zip(*(data[i] for i in order[8 * number : 8 * number + 8]), strict=True)]
         alone.zero_grad()
@@ -126,18 +127,12 @@ def test_one_worker_whose_tensors_travel_whole_is_sign_descent() -> None:
     assert digest(model) == digest(alone)
 
 
-def gradwire_order(count: int) -> list[int]:
-    from gradwire.samples import SampleOrder
-
-    return SampleOrder(7, len(Points())).indices(0, count).tolist()
-
-
 def test_what_cannot_be_demo_is_refused() -> None:
     with aggregator(run_config(rounds=1, global_batch=1)) as serving:
         model = mlp()
         with gradwire.connect(serving.address, worker="a", give_up_after_s=20) as session:
             with pytest.raises(ConfigError, match="needs transform 'dct'"):
-                gradwire.DeMo(model.parameters(), 0.1, session, model=model, scheme=gradwire.TopK())
+                gradwire.DeMo(model.parameters(), 0.1, session, model=model, scheme=gradwire.TopK(), update="sign")
             with pytest.raises(ConfigError, match=r"decay = 1\.5: allowed is 0 to 1"):
                 gradwire.DeMo(model.parameters(), 0.1, session, model=model, decay=1.5)
             with pytest.raises(ConfigError, match="lr = -1"):

@@ -1,4 +1,8 @@
-"""One run on several kinds of device: every worker has the same weights, to the bit, at every round's end."""
+"""One run on several kinds of device: every worker has the same weights, to the bit, at every round's end.
+
+The stand-ins compute as the CPU does. So that their last bits differ as another device's would, they train in products
+of their own rounding: every gradient is off by some ulps.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +67,9 @@ def train(address: str, worker: str, kind: Kind, make: Any, digests: dict[int, d
             optimizer.zero_grad()
             loss = network.loss(batch.to(kind.device))
             loss.backward()
+            if kind.name.startswith("mps-stand-in"):
+                for parameter in network.parameters():
+                    parameter.grad.mul_(1 + 2**-20)
             optimizer.step(loss)
         digests[session.round][worker] = state.digest(network.state_dict())
 

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,10 @@ def test_the_search_finds_a_question(line):
     assert questions(line)
 
 
-def test_auto_takes_what_works():
-    chosen = device.pick("auto")
-    assert float((torch.ones(2, device=chosen) + 1).sum()) == 4.0
+def test_auto_takes_what_works_and_in_its_order(monkeypatch):
+    for there in (("cuda", "mps", "cpu"), ("mps", "cpu"), ("cpu",)):
+        monkeypatch.setattr(device, "_works", lambda name, there=there: name in there)
+        assert device.pick("auto").type == there[0]
 
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:99", "mps:7", ""])
@@ -124,6 +126,44 @@ def test_full_precision_is_given_back_after_an_error():
     with pytest.raises(ZeroDivisionError), device.full_precision(torch.device("cpu")):
         raise ZeroDivisionError
     assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+def test_a_precision_that_was_inherited_is_inherited_again():
+    settings = torch.backends
+    before = settings.fp32_precision
+    try:
+        settings.cuda.matmul.fp32_precision = "none"  # another test may have set it
+        settings.fp32_precision = "tf32"
+        with device.full_precision(torch.device("cpu")):
+            assert settings.cuda.matmul.fp32_precision == "ieee"
+        assert settings.cuda.matmul.fp32_precision == "tf32"
+        settings.fp32_precision = "ieee"
+        assert settings.cuda.matmul.fp32_precision == "ieee"
+    finally:
+        settings.fp32_precision = before
+
+
+def test_threads_do_not_see_each_others_settings():
+    """One is in full precision while another comes and goes; with a setting that has to be changed and given back."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    seen = []
+
+    def products():
+        for _ in range(200):
+            with device.full_precision(torch.device("cpu")):
+                seen.append(torch.backends.cuda.matmul.fp32_precision)
+
+    try:
+        threads = [threading.Thread(target=products) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert set(seen) == {"ieee"}
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_the_library_imports_without_a_device():

@@ -29,7 +29,7 @@ from gradwire_aggregator.status import run_state
 PATIENCE_S: Final = 3.0
 WATCH_EVERY_S: Final = 0.25
 MAX_WORDS: Final = 1024
-MAX_GROUPS: Final = 64
+MAX_GROUPS: Final = 4096
 MAX_RATE: Final = 1e6
 # Parts of a contribution that are unpacked at once: to change threads costs as much as to unpack a small one.
 BATCH_BYTES: Final = 128 * 1024

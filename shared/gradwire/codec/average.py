@@ -45,7 +45,7 @@ def average(
     decodes to itself, bit for bit.
 
     Raises MalformedTensor for a contribution that isn't one of `scheme` and `shape`, ConfigError for weights
-    that are negative, not finite or sum to 0, NonFiniteGradient, naming `name`, for a mean that overflows.
+    that are not above 0 and finite, NonFiniteGradient, naming `name`, for a mean that overflows.
     """
     if len(weights) != len(contributions):
         raise ConfigError(f"{name}: {len(weights)} weights for {len(contributions)} contributions")
@@ -78,11 +78,11 @@ def average(
 
 def _total(weights: Sequence[float], name: str) -> float:
     """Exactly rounded, so that it is the same in every Python version."""
-    if any(not math.isfinite(weight) or weight < 0 for weight in weights):
-        raise ConfigError(f"{name}: weights {list(weights)}: each must be finite and not negative")
+    if any(not math.isfinite(weight) or weight <= 0 for weight in weights):
+        raise ConfigError(f"{name}: weights {list(weights)}: each must be finite and above 0")
     total = math.fsum(weights)
-    if total <= 0 or not math.isfinite(total):
-        raise ConfigError(f"{name}: weights {list(weights)} sum to {total}: nothing to divide by")
+    if not math.isfinite(total):
+        raise ConfigError(f"{name}: weights {list(weights)} sum to {total}")
     return total
 
 
@@ -104,12 +104,12 @@ class _Sender:
             for start in range(0, len(data), step):
                 yield self._clipped(values.read(data[start : start + step], b"", self.kind, _NO_COUNTS))
             return
-        kept = self._layout.kept_counts()
-        borders = np.concatenate([[0], np.cumsum(values.chunk_bytes(self.kind, kept))])
+        each = int(values.chunk_bytes(self.kind, np.array([self._layout.kept]))[0])  # all but the last have as many
         for low, high in indices.spans(self._layout.lengths()):
-            own_values = data[borders[low] : borders[high]]
+            kept = self._layout.kept_counts(low, high - low)
+            own_values = data[low * each : high * each]
             own_scales = scales[values.SCALE_BYTES * low : values.SCALE_BYTES * high]
-            yield self._clipped(values.read(own_values, own_scales, self.kind, kept[low:high]))
+            yield self._clipped(values.read(own_values, own_scales, self.kind, kept))
 
     def _clipped(self, block: torch.Tensor) -> torch.Tensor:
         return block if self.clip == 1.0 else block.mul_(self.clip)

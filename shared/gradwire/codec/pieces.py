@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwire.codec import indices, values
-from gradwire.codec.bounds import Bounds, bounds, check_sizes, check_whole, entry_counts, form_name, units
+from gradwire.codec.bounds import bounds, check_sizes, check_whole, entry_counts, form_name, units
 from gradwire.codec.scheme import Encoded, Form, Scheme, TopK, value_kind
 from gradwire.codec.tiles import Ints, layout_of
 from gradwire.errors import ConfigError, MalformedTensor
 
-__all__ = ["Bounds", "Joiner", "Piece", "bounds", "cut"]
+__all__ = ["Joiner", "Piece", "cut"]
 
 
 @dataclass(frozen=True)

@@ -38,3 +38,12 @@ def set_gradients(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str
     for name, parameter in parameters.items():
         gradient = gradients.get(name)
         parameter.grad = None if gradient is None else gradient.to(parameter.device).to(parameter.dtype)
+
+
+def suit_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Makes gradients sparse for the one optimizer that takes no others."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_sparse(1)

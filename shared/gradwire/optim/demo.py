@@ -18,11 +18,12 @@ from gradwire.exchange import Aggregate
 from gradwire.manifest import Manifest, Role
 from gradwire.optim.buffers import Buffers
 from gradwire.optim.residual import Residual
-from gradwire.optim.share import Exchange, ShareMean, set_learning_rates
-from gradwire.optim.tensors import tensors_of
+from gradwire.optim.share import OVERFLOW, ShareMean, Uplink, set_learning_rates
+from gradwire.optim.tensors import group_numbers, load_group_numbers, tensors_of
 from gradwire.session import Session
+from gradwire.state import restore
 
-DEFAULT = TopK(k=32, transform="dct", normalization="senders")
+DEFAULT = TopK(transform="dct", normalization="senders", update="sign")
 
 
 class DeMo(torch.optim.Optimizer):
@@ -34,16 +35,20 @@ class DeMo(torch.optim.Optimizer):
         sent     = the k largest DCT coefficients of every 64 x 64 tile; momentum -= sent
         weight   = weight * (1 - lr * weight_decay) - lr * sign(mean of what the workers sent)
 
+    Tensors that travel whole (of fewer than `dense_below` elements) keep no momentum but what was rounded off. Weights
+    that are not float32 follow float32 ones kept here.
+
     Args:
         params: parameters, named parameters or groups of either, as of any torch optimizer; `lr` and `weight_decay` may
             differ by group.
         lr: learning rate, of the momentum and of the update.
         session: from gradwire.connect. Joining, and loading the run's weights, happens here.
         model: where names and buffers come from; needed unless `params` are named.
-        scheme: how the momentum is encoded; default TopK(k=32, transform="dct", normalization="senders").
+        scheme: how the momentum is encoded; default TopK(transform="dct", normalization="senders", update="sign").
         decay: of the momentum, 0 to 1.
-        update: "sign": the aggregator finishes the update, one bit comes per weight, and all workers have the same
-            weights to the bit. "coefficients": each worker takes the sign itself, and near 0 devices differ.
+        update: in place of the scheme's. "sign": the aggregator finishes the update, one bit comes per weight, and all
+            workers have the same weights to the bit. "coefficients": each worker takes the sign itself, and near 0
+            devices differ.
         weight_decay: decoupled, as in AdamW.
 
     Raises ManifestMismatch if the run's tensors, method or data are not these, ConfigError where names are missing or
@@ -61,7 +66,7 @@ class DeMo(torch.optim.Optimizer):
         model: nn.Module | None = None,
         scheme: TopK = DEFAULT,
         decay: float = 0.999,
-        update: Literal["sign", "coefficients"] = "sign",
+        update: Literal["sign", "coefficients"] | None = None,
         weight_decay: float = 0.0,
     ) -> None:
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
@@ -70,11 +75,17 @@ class DeMo(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self._session = session
         self._tensors = tensors_of(self, model)
-        self._manifest = self._tensors.manifest("demo", dataclasses.replace(scheme, update=update))
+        scheme = dataclasses.replace(scheme, update=update or scheme.update)
+        self._manifest = self._tensors.manifest(f"demo{self._tensors.layout(self)}", scheme)
+        self._wide = {
+            name: parameter.detach().to(torch.float32)
+            for name, parameter in self._tensors.trained.items()
+            if parameter.dtype != torch.float32
+        }
         self._buffers = Buffers(self._tensors.averaged)
         self._share = ShareMean(session, self._tensors.trained)
         self.residual = Residual(decay)
-        self._exchange = Exchange(session, self._tensors, self._manifest, self.residual)
+        self._uplink = Uplink(session, self._tensors, self._manifest, self.residual)
         session.join(self)
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:  # type: ignore[override]
@@ -85,19 +96,21 @@ class DeMo(torch.optim.Optimizer):
         trained = self._share.add(self, loss)
         if trained is None:
             return
-        gradients, mean_loss = trained
         groups = self._tensors.groups(self)
-        updates = {name: gradient.mul_(groups[name]["lr"]) for name, gradient in gradients.items()}
-        self._exchange.hand_in(updates, mean_loss, [float(group["lr"]) for group in self.param_groups])
+        if trained.overflowed:
+            self._session.abstain(OVERFLOW)
+            return
+        updates = {name: gradient.mul_(groups[name]["lr"]) for name, gradient in trained.gradients.items()}
+        self._uplink.hand_in(updates, trained.loss, [float(group["lr"]) for group in self.param_groups])
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.Optimizer's, with the momentum under "gradwire"."""
         return {**super().state_dict(), "gradwire": self.residual.state_dict(self._session.round)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over groups and momentum; the momentum only if it is of the round that the worker is at."""
+        """Takes over groups, and the momentum for the round that it was saved at."""
         super().load_state_dict(state_dict)
-        self.residual.load_state_dict(state_dict.get("gradwire"), self._session.round)
+        self.residual.load_state_dict(state_dict.get("gradwire"), self._manifest)
 
     # What the session asks of a replica.
 
@@ -113,7 +126,8 @@ class DeMo(torch.optim.Optimizer):
     def apply(self, aggregate: Aggregate) -> None:
         """Moves every weight by the sign of a round's mean, with the learning rates of that round."""
         self.residual.settle(counted=aggregate.counted)
-        set_learning_rates(self.param_groups, aggregate.learning_rates)
+        if not aggregate.void:
+            set_learning_rates(self.param_groups, aggregate.learning_rates)
         groups = self._tensors.groups(self)
         buffers: dict[str, torch.Tensor] = {}
         for entry, encoded in zip(self._manifest, aggregate.tensors, strict=True):
@@ -125,16 +139,22 @@ class DeMo(torch.optim.Optimizer):
             parameter, group = self._tensors.trained[entry.name], groups[entry.name]
             mean = decode(encoded, entry.scheme, entry.shape, device=parameter.device)
             # lr * sign is exact, so these bits depend on no device, fused multiply-add or not.
-            weight = parameter.to(torch.float32).mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.copy_(weight.sub_(mean.sign_().mul_(group["lr"])).to(parameter.dtype))
+            weight = self._wide.get(entry.name, parameter)
+            weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(mean.sign_().mul_(group["lr"]))
+            if weight is not parameter:
+                parameter.copy_(weight.to(parameter.dtype))
         self._buffers.apply(buffers)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """Weights and buffers; the momentum is this worker's own."""
-        return self._tensors.snapshot()
+        """Weights in float32, buffers, and the groups' numbers; the momentum is this worker's own."""
+        wide = {f"weight/{name}": weight for name, weight in self._wide.items()}
+        return {**self._tensors.snapshot(), **wide, **group_numbers(self)}
 
     def load_snapshot(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes over another replica's weights and buffers; the momentum starts from zero."""
+        """Takes over another replica's weights, buffers and groups' numbers; the momentum starts from zero."""
         self._tensors.restore(state)
+        for name, weight in self._wide.items():
+            restore(weight, state, f"weight/{name}")
+        load_group_numbers(self, state)
         self._buffers.keep()
         self.residual.reset()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -14,11 +11,11 @@ from gradwire.codec import Dense, Scheme, TopK, decode
 from gradwire.errors import ConfigError, ManifestMismatch
 from gradwire.exchange import Aggregate
 from gradwire.manifest import Manifest, Role
-from gradwire.optim.accumulate import set_gradients
+from gradwire.optim.accumulate import set_gradients, suit_gradients
 from gradwire.optim.buffers import Buffers
 from gradwire.optim.residual import Residual
-from gradwire.optim.share import Exchange, ShareMean, set_learning_rates
-from gradwire.optim.tensors import tensors_of
+from gradwire.optim.share import OVERFLOW, ShareMean, Uplink, set_learning_rates
+from gradwire.optim.tensors import group_numbers, load_group_numbers, require_no_closure, tensors_of
 from gradwire.session import Session
 
 
@@ -59,11 +56,14 @@ class DistributedOptimizer:
         self._session = session
         self._tensors = tensors_of(optimizer, model)
         scheme = scheme if scheme is not None else Dense()
-        self._manifest = self._tensors.manifest(f"gradients:{type(optimizer).__name__}", scheme)
+        if isinstance(scheme, TopK) and scheme.update == "sign":
+            raise ConfigError("update = 'sign' leaves no gradient to step on: use 'coefficients', or gradwire.DeMo")
+        method = f"gradients:{type(optimizer).__name__}{self._tensors.layout(optimizer)}"
+        self._manifest = self._tensors.manifest(method, scheme)
         self._clip_norm = clip_norm
         self.residual = Residual(residual_decay if isinstance(scheme, TopK) else 0.0)
         self._share = ShareMean(session, self._tensors.trained)
-        self._exchange = Exchange(session, self._tensors, self._manifest, self.residual)
+        self._uplink = Uplink(session, self._tensors, self._manifest, self.residual)
         self._buffers = Buffers(self._tensors.averaged)
         session.join(self)
 
@@ -85,20 +85,23 @@ class DistributedOptimizer:
         if trained is None:
             return
         self._tensors.groups(self.optimizer)
-        gradients, mean_loss = trained
-        self._exchange.hand_in(gradients, mean_loss, [float(group["lr"]) for group in self.param_groups])
+        if trained.overflowed:
+            self._session.abstain(OVERFLOW)
+            return
+        rates = [float(group["lr"]) for group in self.param_groups]
+        self._uplink.hand_in(trained.gradients, trained.loss, rates)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, which a plain one can load, with the residual under "gradwire"."""
         return {**self.optimizer.state_dict(), "gradwire": self.residual.state_dict(self._session.round)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what is this worker's own: the residual, if it is of the round that the worker is at.
+        """Takes over what is this worker's own: the residual, for the round that it was saved at.
 
         The rest is the run's, and came with it. To start a run from a checkpoint, load it into the model and the torch
         optimizer before wrapping that.
         """
-        self.residual.load_state_dict(state_dict.get("gradwire"), self._session.round)
+        self.residual.load_state_dict(state_dict.get("gradwire"), self._manifest)
 
     # What the session asks of a replica.
 
@@ -124,18 +127,15 @@ class DistributedOptimizer:
             if self._clip_norm is not None:
                 nn.utils.clip_grad_norm_(self._tensors.trained.values(), self._clip_norm)
             set_learning_rates(self.param_groups, aggregate.learning_rates)
-            if isinstance(self.optimizer, torch.optim.SparseAdam):  # it takes no others
-                _make_gradients_sparse(self._tensors.trained.values())
+            suit_gradients(self.optimizer)
             self.optimizer.step()
+            # Lest the next batch's gradient be added to this mean: the loader applies rounds, too.
+            self.optimizer.zero_grad(set_to_none=True)
         self._buffers.apply(buffers)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Weights, buffers, and the wrapped optimizer's state, with the numbers that it keeps in its groups."""
-        state = self._tensors.snapshot()
-        for number, group in enumerate(self.optimizer.param_groups):
-            for key, value in group.items():
-                if isinstance(value, int | float):
-                    state[f"group/{number}/{key}"] = torch.from_numpy(np.array(value))
+        state = {**self._tensors.snapshot(), **group_numbers(self.optimizer)}
         for name, parameter in self._tensors.trained.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if value is not None:
@@ -148,11 +148,7 @@ class DistributedOptimizer:
         self._buffers.keep()
         self.residual.reset()
         self._load_optimizer_state(state)
-        for number, group in enumerate(self.optimizer.param_groups):
-            for key, value in group.items():
-                saved = state.get(f"group/{number}/{key}")
-                if saved is not None and isinstance(value, int | float):
-                    group[key] = type(value)(saved.item())
+        load_group_numbers(self.optimizer, state)
 
     def _load_optimizer_state(self, state: dict[str, torch.Tensor]) -> None:
         # Through load_state_dict, which knows where each optimizer keeps its scalars and in which dtype.
@@ -167,19 +163,3 @@ class DistributedOptimizer:
                 raise ManifestMismatch(f"the snapshot has optimizer state for {name}, which this worker doesn't train")
             loaded.setdefault(numbers[id(self._tensors.trained[name])], {})[slot] = value
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": loaded})
-
-
-def _make_gradients_sparse(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad.to_sparse(1)
-
-
-def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError for an optimizer, such as LBFGS, that evaluates the model itself within a step."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"{type(optimizer).__name__} evaluates the model again within a step, where gradients are no mean of all "
-            "workers: use an optimizer whose step() needs no closure"
-        )

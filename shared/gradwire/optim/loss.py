@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from gradwire.errors import GradwireError
+
 
 class LossMean:
     """Adds up batch losses weighted by their samples; reads them from the device only once, at the end."""
@@ -14,7 +16,9 @@ class LossMean:
         self._losses: list[tuple[torch.Tensor | float, int]] = []
 
     def add(self, loss: torch.Tensor | float | None, samples: int) -> None:
-        """Adds a batch's mean loss, where there is one."""
+        """Adds a batch's mean loss, where there is one. Raises GradwireError for a closure."""
+        if callable(loss):
+            raise GradwireError("optimizer.step(loss) takes the batch's loss, not a closure that computes it")
         if loss is not None:
             self._losses.append((loss.detach() if isinstance(loss, torch.Tensor) else loss, samples))
 

@@ -31,6 +31,7 @@ class Residual:
         self.decay = decay
         self._kept: dict[str, torch.Tensor] = {}
         self._pending: dict[str, torch.Tensor] = {}
+        self._saved: tuple[int, dict[str, torch.Tensor]] | None = None  # of a round that is still to come
 
     def compress(self, manifest: Manifest, updates: Mapping[str, torch.Tensor | None]) -> list[Encoded | None]:
         """Encodes decay * residual + update for every entry; None where an update is missing.
@@ -64,7 +65,7 @@ class Residual:
 
     def reset(self) -> None:
         """Starts from zero."""
-        self._kept, self._pending = {}, {}
+        self._kept, self._pending, self._saved = {}, {}, None
 
     def norm(self) -> float:
         """L2 norm over all parameters."""
@@ -74,14 +75,36 @@ class Residual:
         """What a checkpoint of a worker that is at a round holds of it."""
         return {"round": round_, "residual": self.state()}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None, round_: int) -> None:
-        """Goes on with the residual in a checkpoint if it is of the round that the worker is at, else from zero."""
+    def load_state_dict(self, state: Mapping[str, Any] | None, manifest: Manifest) -> None:
+        """Takes over the residual in a checkpoint, for the round that it is of; until then it is zero.
+
+        Raises ConfigError for one of other tensors.
+        """
         self.reset()
-        if state is None or state["round"] != round_:
-            saved = "no residual" if state is None else f"the residual of round {state['round']}"
-            log.info("the checkpoint has %s, and the worker is at round %d: it starts from zero", saved, round_)
+        if state is None:
+            log.warning("the checkpoint has no residual: it starts from zero")
             return
-        self._kept = {name: tensor.clone() for name, tensor in state["residual"].items()}
+        shapes = {entry.name: entry.shape for entry in manifest}
+        for name, tensor in state["residual"].items():
+            if shapes.get(name) != tuple(tensor.shape):
+                raise ConfigError(
+                    f"the checkpoint has a residual of {name} with shape {list(tensor.shape)}; the run has "
+                    f"{list(shapes[name]) if name in shapes else 'no such tensor'}"
+                )
+        self._saved = state["round"], {name: tensor.clone() for name, tensor in state["residual"].items()}
+
+    def reach(self, round_: int) -> None:
+        """The worker contributes to a round: a residual saved for it is taken, one for a round that is past is not."""
+        if self._saved is None or self._saved[0] > round_:
+            return
+        saved, kept = self._saved
+        self._saved = None
+        if saved == round_:
+            self._kept = kept
+        else:
+            log.warning(
+                "the checkpoint's residual is of round %d, this is round %d: it starts from zero", saved, round_
+            )
 
     def state(self) -> dict[str, torch.Tensor]:
         """The residual by parameter name."""

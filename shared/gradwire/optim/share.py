@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -15,8 +15,23 @@ from gradwire.manifest import Manifest
 from gradwire.optim.accumulate import GradientMean
 from gradwire.optim.loss import LossMean
 from gradwire.optim.residual import Residual
+from gradwire.optim.scaling import loss_scale, overflowed
 from gradwire.optim.tensors import ModelTensors
 from gradwire.session import Session
+
+OVERFLOW: Final = "the scaled gradients overflowed: torch.amp.GradScaler lowers its scale"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A share that is trained: its mean gradient by name, and its mean loss.
+
+    overflowed: whether torch.amp.GradScaler found a gradient that is not finite: its scale was too large.
+    """
+
+    gradients: dict[str, torch.Tensor]
+    loss: float | None
+    overflowed: bool
 
 
 class ShareMean:
@@ -26,27 +41,27 @@ class ShareMean:
         self._session = session
         self._gradients = GradientMean(parameters)
         self._loss = LossMean()
+        self._overflowed = False
 
-    def add(
-        self, optimizer: object, loss: torch.Tensor | float | None
-    ) -> tuple[dict[str, torch.Tensor], float | None] | None:
-        """Takes the present gradients as those of the loader's batch.
+    def add(self, optimizer: object, loss: torch.Tensor | float | None) -> Trained | None:
+        """Takes the present gradients as those of the loader's batch; the share, after its last batch.
 
-        Returns (mean gradient by name, mean loss) after the share's last batch, else None. Raises GradwireError outside
-        the loader.
+        Raises GradwireError outside the loader.
         """
         batch = self._session.take_batch()
         if batch.index == 0:  # what a loop that was left halfway has added counts for nothing
             self._gradients.take()
             self._loss.take()
+            self._overflowed = False
         self._gradients.add(batch.samples / batch.share_samples / loss_scale(optimizer))
         self._loss.add(loss, batch.samples)
-        return (self._gradients.take(), self._loss.take()) if batch.last else None
+        self._overflowed |= overflowed(optimizer)
+        return Trained(self._gradients.take(), self._loss.take(), self._overflowed) if batch.last else None
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """A worker's side of a round's exchange."""
+class Uplink:
+    """How a worker hands in what a share came to, and takes the round's aggregate."""
 
     session: Session
     tensors: ModelTensors
@@ -54,10 +69,11 @@ class Exchange:
     residual: Residual
 
     def hand_in(self, updates: Mapping[str, torch.Tensor], loss: float | None, learning_rates: Sequence[float]) -> bool:
-        """Contributes the updates, by name, and the buffers, and applies the aggregate; abstains if not all are finite.
+        """Contributes the updates, by name, and the buffers; abstains if not all are finite.
 
         Returns whether it contributed.
         """
+        self.residual.reach(self.session.round)
         try:
             with self.session.phase("encode"):
                 encoded = self.residual.compress(self.manifest, {**updates, **self.tensors.averaged})
@@ -69,24 +85,9 @@ class Exchange:
 
 
 def set_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
-    """Gives groups the rates of a round, which has those of the first 64."""
-    for group, rate in zip(groups, rates, strict=False):
+    """Gives groups the rates of a round, one each."""
+    for group, rate in zip(groups, rates, strict=True):
         if isinstance(group["lr"], torch.Tensor):  # as some optimizers under torch.compile want it
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-
-
-def loss_scale(optimizer: Any) -> float:
-    """What torch.amp.GradScaler has multiplied the gradients with; 1 where it hasn't, or has divided already.
-
-    `scaler.step(optimizer, loss)` sets `grad_scale` and `found_inf` on optimizers with `_step_supports_amp_scaling`.
-    """
-    scale = getattr(optimizer, "grad_scale", None)
-    return 1.0 if scale is None else float(scale)
-
-
-def overflowed(optimizer: Any) -> bool:
-    """Whether torch.amp.GradScaler found a gradient that is not finite."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)

@@ -8,6 +8,7 @@ all workers have the same weights to the bit.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -19,13 +20,13 @@ from gradwire.device import to_host
 from gradwire.errors import ConfigError
 from gradwire.exchange import Aggregate
 from gradwire.manifest import Manifest, Role
-from gradwire.optim.accumulate import GradientMean, set_gradients
+from gradwire.optim.accumulate import GradientMean, set_gradients, suit_gradients
 from gradwire.optim.buffers import Buffers
-from gradwire.optim.distributed import require_no_closure
 from gradwire.optim.loss import LossMean
 from gradwire.optim.residual import Residual
-from gradwire.optim.share import Exchange, loss_scale, overflowed
-from gradwire.optim.tensors import tensors_of
+from gradwire.optim.scaling import loss_scale, overflowed
+from gradwire.optim.share import Uplink
+from gradwire.optim.tensors import require_no_closure, tensors_of
 from gradwire.session import Session
 from gradwire.state import restore
 
@@ -80,16 +81,17 @@ class SparseLoCo:
             )
         require_no_closure(inner)
         self.inner = inner
+        self._first_state = copy.deepcopy(inner.state_dict()["state"])
         self._session = session
         self._inner_steps = inner_steps
         self._tensors = tensors_of(inner, model)
-        method = f"sparseloco:{outer_momentum!r}" if outer_momentum else "sparseloco"
+        method = f"sparseloco:{float(outer_momentum)!r}" if outer_momentum else "sparseloco"
         self._manifest = self._tensors.manifest(method, scheme)
         self._outer_lr = outer_lr
         self._outer_momentum = outer_momentum
         self._clip_norm = clip_norm
         self.residual = Residual(residual_decay)
-        self._exchange = Exchange(session, self._tensors, self._manifest, self.residual)
+        self._uplink = Uplink(session, self._tensors, self._manifest, self.residual)
         self._mean = GradientMean(self._tensors.trained)
         self._loss = LossMean()
         self._overflowed = False
@@ -140,6 +142,7 @@ class SparseLoCo:
             return
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._tensors.trained.values(), self._clip_norm)
+        suit_gradients(self.inner)
         self.inner.step()
 
     def _hand_in(self) -> None:
@@ -150,18 +153,22 @@ class SparseLoCo:
                 # From where the inner steps began: in bf16 that is not quite the outer weight.
                 began = self._outer[name].to(parameter.dtype).to(parameter.device)
                 updates[name] = began.to(torch.float32) - parameter.to(torch.float32)
-        if not self._exchange.hand_in(updates, self._loss.take(), [self._outer_lr]):
+        if not self._uplink.hand_in(updates, self._loss.take(), [self._outer_lr]):
             # Moments that went NaN with the weights would spoil every round to come.
-            self.inner.state.clear()
+            self._forget_moments()
+
+    def _forget_moments(self) -> None:
+        first = copy.deepcopy(self._first_state)  # not empty where an optimizer makes its state at once
+        self.inner.load_state_dict({**self.inner.state_dict(), "state": first})
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, which a plain one can load, with the residual under "gradwire"."""
         return {**self.inner.state_dict(), "gradwire": self.residual.state_dict(self._session.round)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what is this worker's own: the inner optimizer's state, and the residual if it is of its round."""
+        """Takes over what is this worker's own: the inner optimizer's state, and the residual for its round."""
         self.inner.load_state_dict(state_dict)
-        self.residual.load_state_dict(state_dict.get("gradwire"), self._session.round)
+        self.residual.load_state_dict(state_dict.get("gradwire"), self._manifest)
 
     # What the session asks of a replica.
 
@@ -219,4 +226,4 @@ class SparseLoCo:
         self._continue_from_outer()
         self._buffers.keep()
         self.residual.reset()
-        self.inner.state.clear()
+        self._forget_moments()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import hashlib
+import inspect
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +13,13 @@ import torch
 from torch import nn
 
 from gradwire.codec import Dense, Scheme
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, ManifestMismatch
 from gradwire.manifest import Entry, Manifest, Role
 from gradwire.state import restore
 
 _WRAPPERS = ("module.", "_orig_mod.")
+# Settings of an optimizer that depend on its worker's device.
+_OF_THE_DEVICE = frozenset({"capturable", "differentiable", "foreach", "fused"})
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,14 @@ class ModelTensors:
                         "can't change during a run; start another run with the new parameters"
                     )
         return groups
+
+    def layout(self, optimizer: torch.optim.Optimizer) -> str:
+        """A word for how the trained parameters fall into groups; empty for one group."""
+        if len(optimizer.param_groups) == 1:
+            return ""
+        names = {id(parameter): name for name, parameter in self.trained.items()}
+        members = [sorted(names.get(id(p), "") for p in group["params"]) for group in optimizer.param_groups]
+        return f" groups={hashlib.sha256(json.dumps(members).encode()).hexdigest()[:8]}"
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """All of them, for a snapshot or a checkpoint."""
@@ -139,3 +152,31 @@ def _persistent_buffers(model: nn.Module | None) -> Iterator[tuple[str, torch.Te
     for name, buffer in model.named_buffers():
         if name in saved:
             yield name, buffer
+
+
+def group_numbers(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The numbers in an optimizer's groups, such as learning rates, for a snapshot: JSON in UTF-8, uint8."""
+    numbers = [dict(_numbers(group)) for group in optimizer.param_groups]
+    return {"groups": torch.tensor(list(json.dumps(numbers).encode()), dtype=torch.uint8)}
+
+
+def load_group_numbers(optimizer: torch.optim.Optimizer, state: Mapping[str, torch.Tensor]) -> None:
+    """Takes over the numbers in a snapshot, in their own types. Raises ManifestMismatch where there are none."""
+    if "groups" not in state:
+        raise ManifestMismatch("the snapshot says nothing of the optimizer's parameter groups")
+    for group, saved in zip(optimizer.param_groups, json.loads(bytes(state["groups"].tolist())), strict=True):
+        group.update({key: type(value)(saved[key]) for key, value in _numbers(group) if key in saved})
+
+
+def _numbers(group: Mapping[str, Any]) -> list[tuple[str, int | float]]:
+    return [(k, v) for k, v in group.items() if isinstance(v, int | float) and k not in _OF_THE_DEVICE]
+
+
+def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError for an optimizer, such as LBFGS, that evaluates the model itself within a step."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__} evaluates the model again within a step, where gradients are no mean of all "
+            "workers: use an optimizer whose step() needs no closure"
+        )

@@ -54,7 +54,7 @@ def write_parts(manifest: Manifest, tensors: Tensors, tally: Tally, *, packed: b
     for number, (entry, encoded) in enumerate(zip(manifest, tensors, strict=True)):
         if encoded is None:
             continue
-        width = _planes(entry, encoded.form, aggregate=is_aggregate(encoded))
+        width = _width(entry, encoded.form, aggregate=is_aggregate(encoded))
         for piece in cut(encoded, scheme=entry.scheme, shape=entry.shape, limit_bytes=PAYLOAD_BYTES):
             message = _to_message(number, piece, width, packed=packed)
             tally.add(piece, message)
@@ -142,7 +142,7 @@ def _checked_absent(absent: Iterable[int], count: int) -> frozenset[int]:
     return frozenset(numbers)
 
 
-def _planes(entry: Entry, form: Form, *, aggregate: bool) -> int:
+def _width(entry: Entry, form: Form, *, aggregate: bool) -> int:
     """Byte planes of the values; signs are one."""
     return WIDTH.get(value_kind(entry.scheme, form, aggregate=aggregate), 1)
 
@@ -196,7 +196,7 @@ def _to_piece(entry: Entry, message: pb.Part, *, aggregate: bool) -> Piece:
         raise MalformedTensor(f"a part of {limit.values_bytes} bytes of values is over the {PAYLOAD_BYTES} allowed")
     indices = _field(message.indices, packed=packed, at_most=min(limit.indices_bytes, PAYLOAD_BYTES))
     scales = _field(message.scales, packed=packed, at_most=limit.scales_bytes)
-    width = _planes(entry, form, aggregate=aggregate)
+    width = _width(entry, form, aggregate=aggregate)
     data = _values(list(message.values), width, limit.values_bytes, packed=packed)
     piece = Piece(form, message.first, message.count, data, scales, counts, indices)
     if piece.nbytes > PAYLOAD_BYTES:

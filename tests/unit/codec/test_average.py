@@ -154,16 +154,6 @@ def test_sparse_average_has_exactly_the_union_of_the_entries(data):
     assert not mean.scales
 
 
-@given(rounds(updates=["coefficients", "sign"]), st.randoms())
-def test_average_does_not_depend_on_the_order_of_arrival(data, random):
-    encoded, weights, scheme, shape = data
-    arrived = list(enumerate(zip(encoded, weights, strict=True)))
-    random.shuffle(arrived)
-    ordered = [contribution for _, contribution in sorted(arrived, key=lambda entry: entry[0])]
-    first = codec.average(encoded, weights, scheme=scheme, shape=shape)
-    assert codec.average(*zip(*ordered, strict=True), scheme=scheme, shape=shape) == first
-
-
 @given(rounds())
 def test_lone_worker_averages_to_itself_bit_for_bit(data):
     encoded, weights, scheme, shape = data
