@@ -33,6 +33,7 @@ heartbeat_s = {heartbeat_s}
 listen = "127.0.0.1:{port}"
 http = "127.0.0.1:0"
 [training]
+method = "{method}"
 evaluate_every = 1000
 [training.optimizer]
 warmup_rounds = 0.5
@@ -43,6 +44,8 @@ heads = 2
 context = 16
 [training.data]
 path = "{text}"
+[training.compression]
+values = "{values}"
 """
 
 
@@ -55,6 +58,8 @@ def tiny_config(
     lease_s: float = 3.0,
     port: int = 0,
     dim: int = 16,
+    method: str = "sparseloco",
+    values: str = "bf16",
 ) -> Path:
     """The config file of a run on a small text that trains many rounds a second."""
     text = folder / "text.txt"
@@ -69,6 +74,8 @@ def tiny_config(
             heartbeat_s=lease_s / 5,
             port=port,
             dim=dim,
+            method=method,
+            values=values,
             text=text,
         )
     )

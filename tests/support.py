@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,10 +58,12 @@ def run_config(*, rounds: int = 10, global_batch: int = 8, shares: str = "fixed"
 
 
 @contextlib.contextmanager
-def aggregator(config: RunConfig, corpus: Corpus | None = None, *, token: str | None = None) -> Iterator[Serving]:
+def aggregator(
+    config: RunConfig, corpus: Corpus | None = None, *, data: Path | None = None, token: str | None = None
+) -> Iterator[Serving]:
     """Serves a run on the background loop while the context lasts."""
     stack = contextlib.AsyncExitStack()
-    serving = background.run(stack.enter_async_context(serve(config, corpus, token=token, grace_s=0.0)))
+    serving = background.run(stack.enter_async_context(serve(config, corpus, data=data, token=token, grace_s=0.0)))
     try:
         yield serving
     finally:

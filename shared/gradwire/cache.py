@@ -8,6 +8,23 @@ import os
 import secrets
 from pathlib import Path
 
+from gradwire.errors import GradwireError
+from gradwire.link import Link
+from gradwire.v1 import aggregation_pb2 as pb
+
+
+def fetched(link: Link, data: pb.DataInfo) -> bytes:
+    """A run's corpus, from the cache where it was fetched before. Raises GradwireError if it arrives damaged."""
+    kept = load(data.sha256)
+    if kept is not None:
+        return kept
+    received = bytearray()
+    link.call("FetchData", lambda: link.client.fetch_data(received))
+    if hashlib.sha256(received).digest() != data.sha256:
+        raise GradwireError(f"the corpus from {link.client.address} arrived damaged; start the worker again")
+    save(bytes(received))
+    return bytes(received)
+
 
 def load(sha256: bytes) -> bytes | None:
     """The bytes with this SHA-256, None where they aren't kept, or were damaged."""

@@ -34,13 +34,14 @@ UNARY_TIMEOUT_S = 30.0  # well above the few seconds for which Begin may wait
 
 @dataclass
 class Collected:
-    """An aggregate as it came, and how long that took."""
+    """An aggregate as it came, and how long that took; or, in `resend`, why this worker has to answer first."""
 
     header: pb.AggregateHeader
     tensors: Sequence[Encoded | None]
     wire_bytes: int
     wait_s: float
     download_s: float
+    resend: str = ""
 
 
 @dataclass
@@ -117,6 +118,9 @@ class Client:
                 match message.WhichOneof("kind"):
                     case "note":
                         say(message.note)
+                    case "resend" if reader is None:
+                        waited = time.monotonic() - asked
+                        return Collected(header, (), 0, wait_s=waited, download_s=0.0, resend=message.resend)
                     case "header" if reader is None:
                         begun, header = time.monotonic(), message.header
                         reader = PartReader(manifest, absent=header.absent, aggregate=True)

@@ -10,6 +10,7 @@ import torch
 
 from gradwire.codec import Encoded
 from gradwire.manifest import Manifest
+from gradwire.v1 import aggregation_pb2 as pb
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,20 @@ class Contribution:
     tensors: Sequence[Encoded | None]
     loss: float | None = None
     learning_rates: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A contribution as it was sent, kept until the round is over: an aggregator that died asks for it again."""
+
+    share: Share
+    header: pb.ContributeHeader
+    messages: Sequence[pb.ContributeRequest]
+    wire_bytes: int
+
+    def serves(self, share: Share) -> bool:
+        """Whether it is what training a share would come to: the same samples of the same round."""
+        return (self.share.round, self.share.ranges) == (share.round, share.ranges)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ All methods are for one thread, the one that trains; gRPC runs on the background
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import platform
 import secrets
@@ -22,7 +21,7 @@ from gradwire import cache, device
 from gradwire.client import Collected
 from gradwire.config import RunConfig, parse_config
 from gradwire.errors import GradwireError, ManifestMismatch, ProtocolError, RoundGone, RunEnded
-from gradwire.exchange import Aggregate, Contribution, Replica, Share
+from gradwire.exchange import Aggregate, Contribution, Replica, Sent, Share
 from gradwire.link import Link
 from gradwire.loader import Batch, Dataset, Steps, share_batches
 from gradwire.retry import Retry
@@ -95,6 +94,7 @@ class Session:
         self._snapshots = Snapshots(self._link, self.traffic)
         self._replica: Replica | None = None
         self._share: Share | None = None
+        self._sent: Sent | None = None
         self._share_started = 0.0
         self._steps = Steps()
         self.consistent = True  # False while an aggregate is being applied
@@ -178,9 +178,15 @@ class Session:
                 self._snapshots.publish_beside(replica, self.round)
             match answer.order:
                 case pb.ORDER_TRAIN:
+                    share = _share(self.round, answer)
+                    if self._sent is not None and self._sent.serves(share):
+                        log.info("sending the contribution to round %d once more", self.round)
+                        self._share = share
+                        self._send(self._sent, replica)
+                        continue
                     if self._share is not None:  # it came late, and the round is still open: from its start again
                         self._apply(replica, Aggregate.nothing(self.round, len(replica.manifest)))
-                    self._share = _share(self.round, answer)
+                    self._share = share
                     self._share_started = time.monotonic()
                     self._link.activity = f"training round {self.round}"
                     return self._share
@@ -200,7 +206,6 @@ class Session:
         replica, share = self._joined(), self._require_share()
         header = pb.ContributeHeader(
             round=share.round,
-            assignment=share.assignment,
             samples=share.samples,
             loss=contribution.loss,
             held_out_loss=self.held_out_loss,
@@ -214,15 +219,21 @@ class Session:
                 pb.ContributeRequest(part=part) for part in write_parts(replica.manifest, contribution.tensors, tally)
             ]
         messages.append(pb.ContributeRequest(commit=tally.commit()))
+        self._sent = Sent(share, header, messages, tally.wire_bytes)
+        self._send(self._sent, replica)
+
+    def _send(self, sent: Sent, replica: Replica) -> None:
+        share = self._require_share()
         self._link.activity = f"uploading round {share.round}"
 
         def attempt() -> Awaitable[pb.ContributeResponse]:
-            header.session = self._link.session  # it may be another than at the last try
-            return self._link.client.contribute(header, messages)
+            # Either may be another than at the last try.
+            sent.header.session, sent.header.assignment = self._link.session, share.assignment
+            return self._link.client.contribute(sent.header, sent.messages)
 
         with self.phase("upload"):
             verdict = self._link.call("Contribute", attempt)
-        self.traffic.upload_bytes += tally.wire_bytes
+        self.traffic.upload_bytes += sent.wire_bytes
         self._settle(verdict, replica)
 
     def abstain(self, reason: str) -> None:
@@ -245,16 +256,7 @@ class Session:
         """
         if self.data is None:
             raise GradwireError(f"run {self.run!r} has no corpus: its workers bring their own data")
-        kept = cache.load(self.data.sha256)
-        if kept is not None:
-            return kept
-        received = bytearray()
-        self._link.call("FetchData", lambda: self._link.client.fetch_data(received))
-        if hashlib.sha256(received).digest() != self.data.sha256:
-            raise GradwireError(f"the corpus from {self.address} arrived damaged; start the worker again")
-        data = bytes(received)
-        cache.save(data)
-        return data
+        return cache.fetched(self._link, self.data)
 
     def leave(self, reason: str = "finished", *, checkpoint: str = "") -> None:
         """Says goodbye, so that the share goes back at once, and closes the connection. Tries once, for 3 s."""
@@ -307,15 +309,18 @@ class Session:
             log.warning("%s; loading the newest snapshot", error)
             self._load_snapshot(replica)
         else:
-            self.traffic.download_bytes += collected.wire_bytes
             self._spent("wait", collected.wait_s)
+            if collected.resend:  # back to Begin, with what was sent at hand
+                log.info(collected.resend)
+                return
+            self.traffic.download_bytes += collected.wire_bytes
             self._spent("download", collected.download_s)
             self._apply(replica, self._aggregate(collected))
             self.round = number + 1
         self._share = None
 
     def _apply(self, replica: Replica, aggregate: Aggregate) -> None:
-        self.consistent = False
+        self.consistent, self._sent = False, None
         with self.phase("apply"):
             replica.apply(aggregate)
             device.synchronize(replica.device)
@@ -342,8 +347,8 @@ class Session:
             answer = self._link.call("Join", lambda: self._send_join(replica))
         if self._run_id and answer.run_id != self._run_id:
             raise RunEnded(
-                f"the aggregator at {self.address} was started anew and no longer has this run's rounds; start this "
-                "worker again to join the new one"
+                f"the aggregator at {self.address} was started anew, without the --data of this run; start this worker "
+                "again to join the new one"
             )
         self._link.session, self._run_id = answer.session, answer.run_id
         self._link.keep_alive(answer.heartbeat_seconds)
@@ -374,7 +379,7 @@ class Session:
     def _load_snapshot(self, replica: Replica) -> None:
         with self.phase("download"):
             self.round = self._snapshots.load(replica)
-        self._share = None
+        self._share = self._sent = None
 
     def _joined(self) -> Replica:
         if self._replica is None:

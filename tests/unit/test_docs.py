@@ -32,7 +32,7 @@ from gradwire.v1 import tensors_pb2
 from gradwire.wire import calls, channel, schemas
 from gradwire.wire.messages import PartReader, Tally, absent_positions, write_parts
 from gradwire.wire.packing import planes, unpack
-from gradwire_aggregator import handlers, run, servicer
+from gradwire_aggregator import handlers, servicer, snapshots
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROTOCOL = (DOCS / "protocol.md").read_text(encoding="utf-8")
@@ -209,7 +209,7 @@ def first_numbers(text: str) -> list[int]:
         ("elements of a tensor", [manifest.MAX_ELEMENTS, 2, 48]),
         ("chunk", [1, MAX_CHUNK]),
         ("reasons, checkpoint", [servicer.MAX_WORDS]),
-        ("snapshot", [4 * run.SNAPSHOT_FACTOR, run.SNAPSHOT_SLACK_BYTES]),
+        ("snapshot", [4 * snapshots.SIZE_FACTOR, snapshots.SIZE_SLACK_BYTES]),
         ("time that `Begin`, `Collect` and `FetchSnapshot` wait at a stretch", [int(servicer.PATIENCE_S)]),
     ],
 )

@@ -10,6 +10,7 @@ from gradwire.codec import Encoded
 from gradwire.manifest import Manifest
 from gradwire.v1 import aggregation_pb2 as pb
 from gradwire.wire.messages import Tally, absent_positions, write_parts
+from gradwire_aggregator.record import RoundRecord
 from gradwire_aggregator.rounds import Assignment
 
 
@@ -63,6 +64,23 @@ def aggregate_header(
         loss=sum(loss * samples for loss, samples in losses) / total if total else None,
         learning_rates=oldest[1].learning_rates if oldest else (),
         absent=absent_positions(tensors),
+    )
+
+
+def round_record(
+    header: pb.AggregateHeader, received: Sequence[Received], *, samples: int, download_bytes: int, seconds: float
+) -> RoundRecord:
+    """What is remembered of a round: `samples` of it counted, and it took `seconds`."""
+    measured = [each.held_out_loss for each in received if each.held_out_loss is not None]
+    return RoundRecord(
+        round=header.round,
+        seconds=seconds,
+        contributors=len(received),
+        samples=samples,
+        upload_bytes=sum(each.wire_bytes for each in received),
+        download_bytes=download_bytes,
+        loss=header.loss if header.HasField("loss") else None,
+        held_out_loss=measured[0] if measured else None,
     )
 
 

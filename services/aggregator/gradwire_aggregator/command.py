@@ -26,6 +26,9 @@ log = logging.getLogger("gradwire.aggregator")
 def aggregator(
     config: Annotated[Path, typer.Argument(help="The run's config; docs/config.md has the keys.")],
     listen: Annotated[str | None, typer.Option(help="HOST:PORT for workers, instead of the config's.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the run; a run that is there goes on. Default: none is kept.")
+    ] = None,
     http: Annotated[str | None, typer.Option(help="HOST:PORT of /metrics, instead of the config's.")] = None,
 ) -> None:
     """Serve a run: take contributions, average them, hand the aggregate to every worker."""
@@ -38,7 +41,7 @@ def aggregator(
     torch.set_num_threads(1)  # averaging goes in steps too short to be shared
     loop = background.new_event_loop()
     with contextlib.closing(loop):
-        loop.run_until_complete(_serve(run_config, corpus))
+        loop.run_until_complete(_serve(run_config, corpus, data))
 
 
 def _with_addresses(config: RunConfig, listen: str | None, http: str | None) -> RunConfig:
@@ -48,10 +51,10 @@ def _with_addresses(config: RunConfig, listen: str | None, http: str | None) -> 
     return parse_config(values, source="--listen or --http")
 
 
-async def _serve(config: RunConfig, corpus: Corpus | None) -> None:
+async def _serve(config: RunConfig, corpus: Corpus | None, data: Path | None) -> None:
     stop = stop_event()
     token = token_from_environment()
-    async with serve(config, corpus, token=token) as serving:
+    async with serve(config, corpus, data=data, token=token) as serving:
         print(f"run {config.name!r}: {config.rounds} rounds, listening on {serving.address}", flush=True)
         if serving.metrics_address:
             print(f"metrics: http://{serving.metrics_address}/metrics", flush=True)
@@ -61,7 +64,10 @@ async def _serve(config: RunConfig, corpus: Corpus | None) -> None:
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({ended, stopped, serving.driver}, return_when=asyncio.FIRST_COMPLETED)
         if serving.driver.done():
-            log.critical("the run can't go on", exc_info=serving.driver.exception())
+            error = serving.driver.exception()
+            if isinstance(error, GradwireError):
+                raise error
+            log.critical("the run can't go on", exc_info=error)
             raise GradwireError("the aggregator failed inside; its log says where")
         log.info("stopping" if stop.is_set() else "the run is over and all workers have left")
         for task in (ended, stopped):

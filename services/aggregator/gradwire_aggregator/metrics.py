@@ -8,6 +8,8 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from gradwire_aggregator.record import RoundRecord
+
 DEVICES: Final = ("cuda", "mps", "cpu", "other")
 _SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600)
 
@@ -50,6 +52,19 @@ class Metrics:
             self.bytes.labels(direction)
         for result in ("counted", "skipped"):
             self.samples.labels(result)
+
+    def round_over(self, record: RoundRecord, *, dense_bytes: int) -> None:
+        """A round ended. dense_bytes: of its contributions, had they come as float32."""
+        self.rounds.labels("counted" if record.contributors else "void").inc()
+        self.round.set(record.round + 1)
+        self.round_seconds.observe(record.seconds)
+        self.samples.labels("counted").inc(record.samples)
+        if record.loss is not None:
+            self.loss.set(record.loss)
+        if record.held_out_loss is not None:
+            self.held_out_loss.set(record.held_out_loss)
+        if record.upload_bytes and dense_bytes:
+            self.compression.set(dense_bytes / record.upload_bytes)
 
     def set_workers(self, devices: Iterable[str]) -> None:
         """Sets the number of workers by kind of device, from their descriptions."""

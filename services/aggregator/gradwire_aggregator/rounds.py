@@ -11,10 +11,11 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -106,9 +107,20 @@ class Rounds:
     closed_s: float = 0.0
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _regulars: set[str] = field(default_factory=set)
+    _expected: set[str] = field(default_factory=set)
     _enough_since_s: float | None = None
     _quorum: int = 0
     _returned: int = 0
+
+    def go_on(self, number: int, *, life: int, expected: Iterable[str]) -> None:
+        """Continues a run that was stopped before round `number`, of whatever died with the process nothing is left.
+
+        life: how often the run was started; no assignment's number comes twice. expected: who is waited for.
+        """
+        self.number = number
+        self.phase = Phase.ENDED if number >= self.policy.rounds else Phase.WAITING
+        self._ids = itertools.count((life << 32) + 1)
+        self._expected = set(expected)
 
     # What happens.
 
@@ -120,6 +132,7 @@ class Rounds:
         """A worker's session ended: what it has not committed is revoked."""
         self.ready.discard(worker)
         self._regulars.discard(worker)
+        self._expected.discard(worker)
         for assignment in self.assignments.values():
             if assignment.worker == worker and assignment.outcome is Outcome.PENDING:
                 self._settle(assignment, Outcome.REVOKED, reason)
@@ -167,6 +180,10 @@ class Rounds:
             a.worker == worker and a.outcome in ANSWERS for a in self.assignments.values()
         )
 
+    def lacks(self, worker: str) -> bool:
+        """Whether a worker has to answer before it can wait for the current round's end."""
+        return self.phase in (Phase.WAITING, Phase.OPEN) and not self.answered(worker)
+
     # What follows from it.
 
     def decide(self, now: float, speeds: Speeds) -> Decision:
@@ -206,17 +223,22 @@ class Rounds:
         committed = [a for a in self.assignments.values() if a.outcome is Outcome.COMMITTED]
         return sorted(committed, key=lambda a: (a.worker, a.id))
 
-    def finish(self, *, counted: bool = True) -> int:
-        """The aggregate is there: its samples count, and the next round waits.
+    def outcome(self, *, counted: bool = True) -> tuple[Plan, int]:
+        """(the plan once the round is over, the samples that count), changing nothing: for the ledger, before `finish`.
 
-        counted: False if nothing usable came of it; then the round is void. Returns the samples that counted.
+        counted: False if nothing usable came of it; then the round is void.
         """
-        samples = 0
+        plan, samples = copy.deepcopy(self.plan), 0
         for assignment in self.contributions:
             if counted:
-                samples += self.plan.count(assignment.id)
+                samples += plan.count(assignment.id)
             else:
-                self.plan.give_back(assignment.id, "the average was not finite")
+                plan.give_back(assignment.id, "the average was not finite")
+        return plan, samples
+
+    def finish(self, *, counted: bool = True) -> int:
+        """The aggregate is there: its samples count, and the next round waits. Returns how many count."""
+        self.plan, samples = self.outcome(counted=counted)
         self.number += 1
         self.phase = Phase.ENDED if self.number >= self.policy.rounds else Phase.WAITING
         self.assignments = {}
@@ -226,8 +248,8 @@ class Rounds:
         return samples
 
     def _missing(self, speeds: Speeds) -> list[str]:
-        """Who was in the last round and is not ready yet."""
-        return sorted((self._regulars & speeds.keys()) - self.ready)
+        """Who was in the last round and is not ready yet; after a restart also those that have not come back."""
+        return sorted(((self._regulars & speeds.keys()) | self._expected) - self.ready)
 
     def _gathered_s(self) -> float:
         since = self._enough_since_s
@@ -243,7 +265,7 @@ class Rounds:
 
     def _open(self, now: float, speeds: Speeds) -> None:
         self.phase, self.opened_s, self._returned = Phase.OPEN, now, 0
-        self._regulars = set(self.ready)
+        self._regulars, self._expected = set(self.ready), set()
         chosen = {name: speeds[name] if self.policy.by_speed else None for name in self.ready}
         self._hand_out(self.plan.split(self.policy.global_batch, chosen), now, fresh=True)
         self._quorum = min(self.policy.min_workers, len(self.assignments))

@@ -6,22 +6,24 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 from gradwire.config import RunConfig
 from gradwire.corpus import Corpus
-from gradwire.errors import ManifestMismatch, NonFiniteGradient, ProtocolError, RunEnded
+from gradwire.errors import GradwireError, ManifestMismatch, NonFiniteGradient, ProtocolError, RunEnded
 from gradwire.manifest import Manifest
-from gradwire.v1 import aggregation_pb2 as pb
-from gradwire_aggregator.averaging import Received, aggregate_header, mean, serialize
+from gradwire_aggregator.averaging import Received, aggregate_header, mean, round_record, serialize
+from gradwire_aggregator.ledger import IDENTITY, Ledger, Past, restore_plan
 from gradwire_aggregator.metrics import Metrics
 from gradwire_aggregator.plan import Plan
-from gradwire_aggregator.record import Record, RoundRecord
+from gradwire_aggregator.record import HISTORY, Record, RoundRecord
 from gradwire_aggregator.roster import Member, Roster
 from gradwire_aggregator.rounds import Assignment, Decision, Outcome, Phase, Policy, Rounds, Verdict
+from gradwire_aggregator.snapshots import Snapshots
 from gradwire_aggregator.store import Snapshot, Store
 
 log = logging.getLogger("gradwire.aggregator")
@@ -31,20 +33,19 @@ T = TypeVar("T")
 # Unpacking and averaging are made of short steps, and between them threads wait for the interpreter lock: a second one
 # makes both slower (benchmarks/README.md).
 THREADS: Final = 1
-# A snapshot holds weights, buffers and optimizer state: a small multiple of the float32 weights.
-SNAPSHOT_FACTOR: Final = 8
-SNAPSHOT_SLACK_BYTES: Final = 64 << 20
 
 
 class Run:
     """Everything an aggregator knows, and what it does about it. Lives on one event loop."""
 
-    def __init__(self, config: RunConfig, corpus: Corpus | None, store: Store, metrics: Metrics) -> None:
+    def __init__(
+        self, config: RunConfig, corpus: Corpus | None, store: Store, ledger: Ledger, metrics: Metrics
+    ) -> None:
         self.config = config
         self.corpus = corpus
         self.store = store
+        self.ledger = ledger
         self.metrics = metrics
-        self.id = secrets.token_bytes(16)
         self.record = Record()
         self.roster = Roster(config.round.lease_s)
         self.rounds = Rounds(
@@ -60,17 +61,36 @@ class Run:
         )
         self.manifest: Manifest | None = None
         self._corpus_sha256 = bytes.fromhex(corpus.fingerprint) if corpus is not None else b""
+        identity = config.model_dump(include=set(IDENTITY), mode="json")
+        self.id = ledger.open_run(identity, self._corpus_sha256, secrets.token_bytes(16))
         self.data_sha256 = self._corpus_sha256
         self.ended = asyncio.Event()
         self._received: dict[int, Received] = {}
         self._changed = asyncio.Event()
         self._poked = asyncio.Event()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="average")
-        self._publisher = ""  # who was asked for a snapshot
-        self._asked_round = -1
+        self.snapshots = Snapshots(config.round.snapshot_every, self.roster, store)
         self._evaluating = -1  # the round for which somebody was asked to measure
         self._phase_since = time.monotonic()
         self._skipped = 0
+        self._go_on(ledger.past(HISTORY), ledger.next_life())
+
+    def _go_on(self, past: Past, life: int) -> None:
+        """Takes the run up where the ledger says that it stopped."""
+        known = self.ledger.manifest()
+        if known is not None:
+            self.manifest, self.data_sha256 = known
+        if past.plan is not None:
+            restore_plan(self.rounds.plan, past.plan)
+        self._skipped = self.rounds.plan.samples_skipped
+        self.rounds.go_on(past.rounds, life=life, expected=past.workers)
+        self.record.rounds.extend(past.history)
+        self.record.upload_bytes = sum(each.upload_bytes for each in past.history)
+        self.metrics.round.set(past.rounds)
+        if self.rounds.phase is Phase.ENDED:
+            self.ended.set()
+        if life > 1:
+            self._event(f"started again, at round {past.rounds}")
 
     # Time.
 
@@ -132,7 +152,7 @@ class Run:
         if self.manifest is None:
             return "waiting for the first worker"
         if self.store.snapshot is None:
-            return f"waiting for {self._publisher} to publish its first weights"
+            return f"waiting for {self.snapshots.publisher} to publish its first weights"
         return self.rounds.explain(time.monotonic(), self._speeds()).reason
 
     def _speeds(self) -> dict[str, float | None]:
@@ -159,6 +179,7 @@ class Run:
         member, replaced = self.roster.join(
             name, incarnation=incarnation, session=secrets.token_bytes(16), device=device, now=time.monotonic()
         )
+        self.ledger.add_worker(name, incarnation, device)
         self.rounds.is_gone(name, "its worker was started anew" if replaced else "its worker joined anew")
         self._event(f"{name} joined on {device}" + (", in place of an older process" if replaced else ""))
         self._count_workers()
@@ -186,45 +207,13 @@ class Run:
 
     # Snapshots.
 
-    def must_publish(self, member: Member) -> bool:
-        """Whether this worker is the one whose first weights become the run's."""
-        if self.lacks_publisher():
-            self._publisher = member.name
-        return self.store.snapshot is None and self._publisher == member.name
-
-    def lacks_publisher(self) -> bool:
-        """Whether there is no snapshot yet, and the worker that was asked for the first one is gone."""
-        asked = self.roster.members.get(self._publisher)
-        return self.store.snapshot is None and (asked is None or not asked.present)
-
-    def wants_snapshot(self, member: Member) -> bool:
-        """Whether this worker, with the weights of the current round, is to publish them. Asks one worker at a time."""
-        newest, number = self.store.snapshot, self.rounds.number
-        if newest is None or number - newest.round < self.config.round.snapshot_every:
-            return False
-        asked = self.roster.members.get(self._publisher)
-        waiting = asked is not None and asked.present and self._asked_round > newest.round
-        if waiting and number - self._asked_round < self.config.round.snapshot_every:
-            return False
-        self._publisher, self._asked_round = member.name, number
-        return True
-
-    def check_snapshot(self, member: Member, round_: int, size: int) -> None:
-        """Raises ProtocolError unless this worker may publish such a snapshot now."""
-        if member.name != self._publisher:
-            raise ProtocolError(f"{member.name} was not asked for a snapshot")
-        oldest = self.store.oldest_round
-        first = oldest if oldest is not None else self.rounds.number
-        if not first <= round_ <= self.rounds.number:
-            raise ProtocolError(f"a snapshot of round {round_} is of no use: the rounds kept start at {first}")
-        elements = sum(entry.elements for entry in self.manifest or ())
-        if size > SNAPSHOT_FACTOR * 4 * elements + SNAPSHOT_SLACK_BYTES:
-            raise ProtocolError(f"a snapshot of {size} bytes is too large for {elements} elements")
-
     def took_snapshot(self, member: Member, snapshot: Snapshot) -> None:
         """A snapshot arrived."""
         newest = self.store.snapshot
         if newest is None or snapshot.round > newest.round:
+            if newest is None and self.manifest is not None:
+                self.ledger.set_manifest(self.manifest, self.data_sha256)
+            self.ledger.add_snapshot(snapshot)
             self.store.put_snapshot(snapshot)
             self._event(f"{member.name} published the weights of round {snapshot.round}")
             self.announce()
@@ -330,59 +319,45 @@ class Run:
         joined_s = {name: member.joined_s for name, member in self.roster.members.items()}
         header = aggregate_header(number, chosen, received, tensors, joined_s)
         messages, size = await self.in_thread(serialize, manifest, header, tensors)
-        path = await self.in_thread(self.store.write_aggregate, number, messages)
-        self.store.keep_aggregate(number, path, messages)
-        samples = self.rounds.finish(counted=counted)
+        plan, samples = self.rounds.outcome(counted=counted)
+        seconds = time.monotonic() - self.rounds.opened_s
+        record = round_record(header, received, samples=samples, download_bytes=size, seconds=seconds)
+        try:
+            kept = await asyncio.to_thread(self.store.write_aggregate, number, messages)
+            self.ledger.add_round(record, chosen, plan, kept)
+        except (OSError, sqlite3.Error) as error:
+            raise GradwireError(
+                f"round {number} can't be written down ({error}): the run stops before it. Nothing else is lost: make "
+                "room, and start the aggregator again with the same --data"
+            ) from error
+        self.store.keep_aggregate(number, messages)
+        self.rounds.finish(counted=counted)
         self._received = {}
-        self._finished(header, received, samples, size)
-        self.metrics.samples.labels("counted").inc(samples)
-        skipped = self.rounds.plan.samples_skipped
-        self.metrics.samples.labels("skipped").inc(skipped - self._skipped)
-        self._skipped = skipped
+        self._finished(record)
         self._phase_since = time.monotonic()
         self.announce()
         if self.rounds.phase is Phase.ENDED:
             self._event(f"all {self.config.rounds} rounds are done")
             self.ended.set()
 
-    def _finished(self, header: pb.AggregateHeader, received: Sequence[Received], samples: int, size: int) -> None:
-        seconds = time.monotonic() - self.rounds.opened_s
-        upload = sum(each.wire_bytes for each in received)
-        measured = [each.held_out_loss for each in received if each.held_out_loss is not None]
-        loss = header.loss if header.HasField("loss") else None
-        record = RoundRecord(
-            round=header.round,
-            seconds=seconds,
-            contributors=len(received),
-            samples=samples,
-            upload_bytes=upload,
-            download_bytes=size,
-            loss=loss,
-            held_out_loss=measured[0] if measured else None,
-        )
+    def _finished(self, record: RoundRecord) -> None:
         self.record.rounds.append(record)
-        result = "counted" if received else "void"
-        self.metrics.rounds.labels(result).inc()
-        self.metrics.round.set(self.rounds.number)
-        self.metrics.round_seconds.observe(seconds)
+        elements = sum(entry.elements for entry in self.manifest or ())
+        self.metrics.round_over(record, dense_bytes=4 * elements * record.contributors)
         self.metrics.phase_seconds.labels("averaging").observe(time.monotonic() - self.rounds.closed_s)
-        if loss is not None:
-            self.metrics.loss.set(loss)
-        if measured:
-            self.metrics.held_out_loss.set(measured[0])
-        if upload and self.manifest is not None:
-            dense = 4 * sum(entry.elements for entry in self.manifest) * len(received)
-            self.metrics.compression.set(dense / upload)
+        skipped = self.rounds.plan.samples_skipped
+        self.metrics.samples.labels("skipped").inc(skipped - self._skipped)
+        self._skipped = skipped
         log.info(
             "round %d %s: %d contributions, %d samples, loss %s, %.2f s, %d bytes up, %d bytes down each",
-            header.round,
-            result,
-            len(received),
-            samples,
-            f"{loss:.4f}" if loss is not None else "unknown",
-            seconds,
-            upload,
-            size,
+            record.round,
+            "counted" if record.contributors else "void",
+            record.contributors,
+            record.samples,
+            f"{record.loss:.4f}" if record.loss is not None else "unknown",
+            record.seconds,
+            record.upload_bytes,
+            record.download_bytes,
         )
 
     def _note_phase(self, before: Phase, decision: Decision) -> None:

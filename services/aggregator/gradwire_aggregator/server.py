@@ -20,6 +20,7 @@ from gradwire.corpus import Corpus
 from gradwire.errors import ConfigError
 from gradwire.wire.channel import new_server
 from gradwire_aggregator.handlers import SERVICE, service_handler
+from gradwire_aggregator.ledger import Ledger
 from gradwire_aggregator.metrics import Metrics
 from gradwire_aggregator.run import Run
 from gradwire_aggregator.servicer import Servicer
@@ -40,17 +41,26 @@ class Serving:
 
 @contextlib.asynccontextmanager
 async def serve(
-    config: RunConfig, corpus: Corpus | None, *, token: str | None = None, grace_s: float = 3.0
+    config: RunConfig,
+    corpus: Corpus | None,
+    *,
+    data: Path | None = None,
+    token: str | None = None,
+    grace_s: float = 3.0,
 ) -> AsyncIterator[Serving]:
     """Serves a run until the context ends; calls that are under way then get `grace_s` seconds to finish.
 
-    Raises ConfigError where an address can't be listened on.
+    data: the run's folder; a run that is there goes on. None: one that ends with the context.
+    Raises ConfigError where an address can't be listened on, or the folder is of another run; GradwireError where what
+    is in the folder is damaged.
     """
     registry = CollectorRegistry()
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-")))
+        folder = data or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-")))
+        ledger = stack.enter_context(contextlib.closing(Ledger(folder)))
+        store = Store(folder, ledger.kept_aggregates(), ledger.snapshots())
         metrics_address = _serve_metrics(config.server.http, registry, stack.callback)
-        run = Run(config, corpus, Store(folder), Metrics(registry))
+        run = Run(config, corpus, store, ledger, Metrics(registry))
         stack.callback(run.close)
         server = new_server()
         server.add_generic_rpc_handlers((service_handler(Servicer(run, metrics_address=metrics_address), token),))

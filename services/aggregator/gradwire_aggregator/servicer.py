@@ -86,7 +86,7 @@ class Servicer:
             manifest=manifest,
             data=header.data_sha256,
         )
-        if run.must_publish(member):
+        if run.snapshots.must_publish(member):
             start = pb.START_FROM_PUBLISH
         elif header.HasField("round") and header.run_id == run.id:
             start = pb.START_FROM_OWN
@@ -125,7 +125,7 @@ class Servicer:
                     assignment=assignment.id,
                     ranges=[pb.SampleRange(start=start, stop=stop) for start, stop in assignment.ranges],
                     deadline_seconds=max(0.0, left),
-                    publish_snapshot=run.wants_snapshot(member),
+                    publish_snapshot=run.snapshots.wants(member, run.rounds.number),
                     evaluate=run.wants_evaluation(request.round),
                 )
             over = request.round < run.rounds.number or run.rounds.phase is Phase.AVERAGING
@@ -162,9 +162,13 @@ class Servicer:
     async def Collect(self, request: pb.CollectRequest) -> AsyncIterator[bytes]:
         run = self._run
         while request.round >= run.rounds.number:
-            run.hear(request.session)
+            member = run.hear(request.session)
             if request.round > run.rounds.number:
                 raise ProtocolError(f"round {request.round} is asked for, the current one is {run.rounds.number}")
+            if run.rounds.lacks(member.name):
+                reason = f"round {request.round} has nothing of {member.name}: the aggregator was started again"
+                yield pb.CollectResponse(resend=reason).SerializeToString()
+                return
             note = pb.CollectResponse(note=run.reason())
             await run.changed(PATIENCE_S)
             if request.round >= run.rounds.number:
@@ -186,7 +190,7 @@ class Servicer:
         if first is None or second is None or second.WhichOneof("kind") != "header":
             raise ProtocolError("a snapshot starts with the session and a header")
         member, header = run.hear(first.session), second.header
-        run.check_snapshot(member, header.round, header.size)
+        run.snapshots.check(member, header.round, header.size, current=run.rounds.number, manifest=run.manifest)
         writer = run.store.receive_snapshot(header.round, header.size, header.sha256)
         try:
             async for request in requests:
@@ -208,7 +212,7 @@ class Servicer:
             run.hear(request.session)
             if run.store.snapshot is None:
                 yield pb.FetchSnapshotResponse(note=note)
-            if run.lacks_publisher():
+            if run.snapshots.lacks_publisher():
                 raise SessionExpired("the worker that was to publish the first weights has left; join again")
         offset = request.offset if request.sha256 == snapshot.sha256 else 0
         if offset > snapshot.size:

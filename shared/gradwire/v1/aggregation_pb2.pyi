@@ -1104,8 +1104,13 @@ class CollectResponse(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
+    RESEND_FIELD_NUMBER: _builtins.int
     note: _builtins.str
     """Why there is nothing yet, in words."""
+    resend: _builtins.str
+    """The aggregator has no answer of this worker for the open round, since it was started again; in words. The worker
+    asks Begin again, and sends what it has contributed once more if it gets the same samples.
+    """
     @_builtins.property
     def header(self) -> Global___AggregateHeader:
         """Opens the aggregate."""
@@ -1125,12 +1130,13 @@ class CollectResponse(_message.Message):
         header: Global___AggregateHeader | None = ...,
         part: _tensors_pb2.Part | None = ...,
         commit: _tensors_pb2.Commit | None = ...,
+        resend: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "header", b"header", "kind", b"kind", "note", b"note", "part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "header", b"header", "kind", b"kind", "note", b"note", "part", b"part", "resend", b"resend"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "header", b"header", "kind", b"kind", "note", b"note", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "header", b"header", "kind", b"kind", "note", b"note", "part", b"part", "resend", b"resend"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["note", "header", "part", "commit"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["note", "header", "part", "commit", "resend"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
