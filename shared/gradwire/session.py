@@ -90,7 +90,7 @@ class Session:
         self._link = Link(address, token, self._join)
         self._on_phase = on_phase
         self._incarnation = secrets.token_bytes(16)
-        self._run_id = b""
+        self.run_id = b""  # empty before the join; an aggregator that was started anew has another
         self._snapshots = Snapshots(self._link, self.traffic)
         self._replica: Replica | None = None
         self._share: Share | None = None
@@ -345,12 +345,12 @@ class Session:
         replica = self._joined()
         with self.phase("wait"):
             answer = self._link.call("Join", lambda: self._send_join(replica))
-        if self._run_id and answer.run_id != self._run_id:
+        if self.run_id and answer.run_id != self.run_id:
             raise RunEnded(
                 f"the aggregator at {self.address} was started anew, without the --data of this run; start this worker "
                 "again to join the new one"
             )
-        self._link.session, self._run_id = answer.session, answer.run_id
+        self._link.session, self.run_id = answer.session, answer.run_id
         self._link.keep_alive(answer.heartbeat_seconds)
         match answer.start_from:
             case pb.START_FROM_PUBLISH:
@@ -371,8 +371,8 @@ class Session:
             method=manifest.method,
             entries=len(manifest),
             manifest_sha256=manifest.fingerprint,
-            round=self.round if self._run_id else None,
-            run_id=self._run_id,
+            round=self.round if self.run_id else None,
+            run_id=self.run_id,
         )
         return self._link.client.join(header, manifest)
 

@@ -34,7 +34,9 @@ def worker(
     ] = "float32",
     name: Annotated[str | None, typer.Option(help="This worker's name; default: the host's, with a suffix.")] = None,
     run: Annotated[str | None, typer.Option(help="Name of the run that is meant; default: whichever it is.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="Folder to write the weights to.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder for weights and residual; a restarted worker goes on with its residual.")
+    ] = None,
     checkpoint_every: Annotated[int, typer.Option(help="Rounds between checkpoints.", min=1)] = 10,
     http: Annotated[str, typer.Option(help="HOST:PORT of /metrics; port 0: a free one; empty: none.")] = "127.0.0.1:0",
     give_up_after: Annotated[float | None, typer.Option(help="Seconds to try to reach the aggregator.")] = None,
@@ -50,6 +52,8 @@ def worker(
         reason, written = "failed", ""
         try:
             trainer = Trainer(session, chosen, metrics, autocast)
+            if checkpoint is not None:
+                trainer.resume(checkpoint)
             try:
                 trainer.run(_saver(trainer, checkpoint, checkpoint_every))
                 reason = "finished"

@@ -19,7 +19,7 @@ from gradwire.optim.distributed import DistributedOptimizer
 from gradwire.optim.sparseloco import SparseLoCo
 from gradwire.schedule import learning_rate
 from gradwire.session import Session
-from gradwire.state import write_checkpoint
+from gradwire.state import read_checkpoint, write_checkpoint
 from gradwire_worker import models
 from gradwire_worker.data import TextDataset
 from gradwire_worker.metrics import Metrics
@@ -87,11 +87,28 @@ class Trainer:
         residual = {f"residual/{name}": tensor for name, tensor in self.optimizer.residual.state().items()}
         metadata = {
             "run": self.session.run,
+            "run_id": self.session.run_id.hex(),
             "round": str(self.session.round),
             "model": self.training.model.model_dump_json(),
         }
         write_checkpoint(path, {**self.optimizer.snapshot(), **residual}, metadata)
         return path
+
+    def resume(self, folder: Path) -> None:
+        """Takes over the residual that an earlier process of this worker left in a folder, if it is of this run.
+
+        Raises GradwireError where the checkpoint is damaged.
+        """
+        path = folder / f"{self.session.worker}.safetensors"
+        if not path.exists():
+            return
+        tensors, metadata = read_checkpoint(path)
+        if metadata.get("run_id") != self.session.run_id.hex():
+            log.info("%s is of another run: the residual starts from zero", path)
+            return
+        kept = {key.removeprefix("residual/"): each for key, each in tensors.items() if key.startswith("residual/")}
+        state = {"round": int(metadata["round"]), "residual": kept}
+        self.optimizer.residual.load_state_dict(state, self.optimizer.manifest)
 
     def _start_share(self, on_round: Callable[[int], None] | None) -> None:
         self._metrics.round_over(self.session, self.optimizer.residual)

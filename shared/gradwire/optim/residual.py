@@ -101,6 +101,7 @@ class Residual:
         self._saved = None
         if saved == round_:
             self._kept = kept
+            log.info("goes on with the checkpoint's residual of round %d", saved)
         else:
             log.warning(
                 "the checkpoint's residual is of round %d, this is round %d: it starts from zero", saved, round_
