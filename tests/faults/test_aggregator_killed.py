@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import random
 import signal
 import socket
-import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from faults.ledgers import assert_nothing_lost_nothing_twice
 from processes import Process, aggregator, process, tiny_config, worker
 
 DYING = str(Path(__file__).with_name("dying.py"))
@@ -89,20 +87,6 @@ def assert_same(folder: Path, expected: dict[str, torch.Tensor]) -> None:
             assert torch.equal(found[key], tensor), (name, key)
 
 
-def assert_nothing_lost_nothing_twice(data: Path, rounds: int, samples: int) -> None:
-    """From the ledger: what counted is disjoint, and with what was skipped and is in the pool has no gap."""
-    with contextlib.closing(sqlite3.connect(data / "ledger.sqlite")) as db:
-        counted = [tuple(r) for (text,) in db.execute("SELECT ranges FROM contributions") for r in json.loads(text)]
-        (plan,) = db.execute("SELECT value FROM facts WHERE key = 'plan'").fetchone()
-        assert db.execute("SELECT COUNT(*), MAX(round) FROM rounds").fetchone() == (rounds, rounds - 1)
-    state = json.loads(plan)
-    everything = sorted([*counted, *((each[0], each[1]) for each in (*state["pool"], *state["skipped"]))])
-    assert everything[0][0] == 0
-    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(everything))
-    assert everything[-1][1] == state["high_water"]
-    assert sum(stop - start for start, stop in counted) == samples
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_at_a_point_of_a_round_it_goes_on_as_if_it_had_not_been(
@@ -118,7 +102,7 @@ def test_killed_at_a_point_of_a_round_it_goes_on_as_if_it_had_not_been(
                 assert second.wait() == 0
     assert "started again, at round" in second.text
     assert_same(tmp_path, expected(method, ROUNDS))
-    assert_nothing_lost_nothing_twice(data, ROUNDS, ROUNDS * 16)
+    assert_nothing_lost_nothing_twice(data, rounds=ROUNDS, samples=ROUNDS * 16)
 
 
 @pytest.mark.timeout(500)
@@ -145,4 +129,4 @@ def test_killed_thirty_times_at_random_moments_it_ends_with_the_same_weights(
                 server.wait()
                 killed += 1
     assert_same(tmp_path, expected(method, rounds))
-    assert_nothing_lost_nothing_twice(data, rounds, rounds * 16)
+    assert_nothing_lost_nothing_twice(data, rounds=rounds, samples=rounds * 16)
