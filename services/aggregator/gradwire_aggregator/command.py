@@ -62,7 +62,11 @@ async def _serve(config: RunConfig, corpus: Corpus | None, data: Path | None) ->
         run = serving.run
         ended = asyncio.create_task(run.wait_until_over())
         stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({ended, stopped, serving.driver}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait({ended, stopped, serving.driver}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+            stopped.cancel()
         if serving.driver.done():
             error = serving.driver.exception()
             if isinstance(error, GradwireError):
@@ -70,8 +74,6 @@ async def _serve(config: RunConfig, corpus: Corpus | None, data: Path | None) ->
             log.critical("the run can't go on", exc_info=error)
             raise GradwireError("the aggregator failed inside; its log says where")
         log.info("stopping" if stop.is_set() else "the run is over and all workers have left")
-        for task in (ended, stopped):
-            task.cancel()
 
 
 def _how_to_join(address: str, token: bool) -> str:
