@@ -22,6 +22,12 @@ class Share:
     ranges: tuple[tuple[int, int], ...]
     evaluate: bool  # whether to measure the loss on held-out data before training
 
+    @classmethod
+    def given(cls, round_: int, answer: pb.BeginResponse) -> Share:
+        """The share in the answer to Begin."""
+        ranges = tuple((each.start, each.stop) for each in answer.ranges)
+        return cls(round_, answer.assignment, ranges, answer.evaluate)
+
     @property
     def samples(self) -> int:
         return sum(stop - start for start, stop in self.ranges)

@@ -178,7 +178,7 @@ class Session:
                 self._snapshots.publish_beside(replica, self.round)
             match answer.order:
                 case pb.ORDER_TRAIN:
-                    share = _share(self.round, answer)
+                    share = Share.given(self.round, answer)
                     if self._sent is not None and self._sent.serves(share):
                         log.info("sending the contribution to round %d once more", self.round)
                         self._share = share
@@ -390,12 +390,3 @@ class Session:
         if self._share is None:
             raise GradwireError("there is no share to contribute to; take batches from session.loader(...)")
         return self._share
-
-
-def _share(number: int, answer: pb.BeginResponse) -> Share:
-    return Share(
-        round=number,
-        assignment=answer.assignment,
-        ranges=tuple((each.start, each.stop) for each in answer.ranges),
-        evaluate=answer.evaluate,
-    )
