@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +30,7 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 
 UNARY_TIMEOUT_S = 30.0  # well above the few seconds for which Begin may wait
+QUIET_S = 60.0  # a stream that brings nothing for so long, not even a note, is dead
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Client:
     async def fetch_data(self, received: bytearray) -> None:
         """Appends the rest of the run's corpus to what was received."""
         request = pb.FetchDataRequest(offset=len(received))
-        async for message in self._stub.FetchData(request, metadata=self._metadata):
+        async for message in _lively(self._stub.FetchData(request, metadata=self._metadata)):
             self._heard()
             received.extend(message.data)
 
@@ -113,7 +114,7 @@ class Client:
         reader: PartReader | None = None
         header = pb.AggregateHeader()
         try:
-            async for message in stream:
+            async for message in _lively(stream):
                 self._heard()
                 match message.WhichOneof("kind"):
                     case "note":
@@ -139,7 +140,7 @@ class Client:
     async def fetch_snapshot(self, session: bytes, download: Download, say: Say) -> None:
         """Goes on with a download of the newest snapshot; starts over where there is a newer one."""
         request = pb.FetchSnapshotRequest(session=session, offset=len(download.data), sha256=download.header.sha256)
-        async for message in self._stub.FetchSnapshot(request, metadata=self._metadata):
+        async for message in _lively(self._stub.FetchSnapshot(request, metadata=self._metadata)):
             self._heard()
             match message.WhichOneof("kind"):
                 case "note":
@@ -178,11 +179,33 @@ class Client:
         call = method(metadata=self._metadata)
         try:
             for message in messages:
-                await call.write(message)
+                async with asyncio.timeout(QUIET_S):
+                    await call.write(message)
             await call.done_writing()
         except (aio.AioRpcError, asyncio.InvalidStateError):
             pass  # it has been answered already, well or not: the answer says
-        return await call
+        except TimeoutError:
+            call.cancel()
+            raise _interrupted("an upload") from None
+        try:
+            async with asyncio.timeout(QUIET_S):
+                return await call
+        except TimeoutError:
+            raise _interrupted("the wait for an answer") from None
+
+
+async def _lively(stream: AsyncIterable[T]) -> AsyncIterator[T]:
+    """The messages of a stream; one that stands still counts as one that failed."""
+    messages = aiter(stream)
+    while True:
+        try:
+            async with asyncio.timeout(QUIET_S):
+                message = await anext(messages)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise _interrupted("a stream") from None
+        yield message
 
 
 def _interrupted(what: str) -> aio.AioRpcError:

@@ -123,7 +123,11 @@ def test_killed_thirty_times_at_random_moments_it_ends_with_the_same_weights(
                     assert server.wait() == 0
                     break
                 # Some rounds, and then any moment of the next.
-                server.wait_for("counted:")
+                try:
+                    server.wait_for("counted:")
+                except TimeoutError as error:
+                    logs = "\n\n".join("\n".join(each.output[-15:]) for each in both)
+                    raise TimeoutError(f"{error}\n\n{logs}") from error
                 threading.Event().wait(chance.uniform(0, 0.3))
                 server.signal(signal.SIGKILL)
                 server.wait()
