@@ -30,6 +30,7 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 
 UNARY_TIMEOUT_S = 30.0  # well above the few seconds for which Begin may wait
+CORE_ERROR = "Internal error from Core"  # what gRPC calls a connection that breaks, or isn't there, while it writes
 QUIET_S = 60.0  # a stream that brings nothing for so long, not even a note, is dead
 
 
@@ -192,6 +193,10 @@ class Client:
                 return await call
         except TimeoutError:
             raise _interrupted("the wait for an answer") from None
+        except aio.AioRpcError as error:
+            if error.details() == CORE_ERROR:
+                raise _interrupted("the connection") from error
+            raise
 
 
 async def _lively(stream: AsyncIterable[T]) -> AsyncIterator[T]:
